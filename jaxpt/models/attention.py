@@ -1,0 +1,89 @@
+"""Grouped-query attention: projections, and what the queries may look at.
+
+What is attended to is a value, the *context*, passed to the forward function: training
+attends within packed rows, sampling to a cache. A context has
+
+    layers                              its state per layer, a pytree with a leading [L]
+    attend(q, k, v, layer) -> (out, layer)
+
+with q: [B, T, N, G, K] (N key-value heads, G query heads for each), k and v: [B, T, N, K],
+out as q. The returned layer states are stacked and handed back by the forward function.
+"""
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxpt.models import rope
+from jaxpt.models.config import ModelConfig
+from jaxpt.models.layers import rms_norm
+
+NEGATIVE = jnp.finfo(jnp.float32).min
+
+
+class Context(Protocol):
+    @property
+    def layers(self) -> Any: ...
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, layer: Any
+    ) -> tuple[jax.Array, Any]: ...
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax attention; q: BTNGK, k and v: BSNK, mask: BTS (True = visible) -> BTNGK."""
+    scores = jnp.einsum("BTNGK,BSNK->BNGTS", q * q.shape[-1] ** -0.5, k)
+    scores = jnp.where(mask[:, None, None], scores, NEGATIVE)
+    return jnp.einsum("BNGTS,BSNK->BTNGK", jax.nn.softmax(scores), v)
+
+
+def tree_mask(segment_ids: jax.Array, branch_ids: jax.Array) -> jax.Array:
+    """Who sees whom in packed rows; both BT -> BTS.
+
+    A row holds segments (0 is padding), and a segment one shared prompt (branch 0) with
+    the completions sampled from it (branches 1, 2, ...). A token sees the earlier tokens
+    of its own segment that belong to the prompt or to its own branch, so several
+    completions share one copy of their prompt and do not see each other.
+    """
+    length = segment_ids.shape[1]
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
+    branch = branch_ids[:, None, :]
+    visible_branch = (branch == 0) | (branch == branch_ids[:, :, None])
+    return causal[None] & same_segment & visible_branch
+
+
+@struct.dataclass
+class PackedContext:
+    """Attention within packed rows, for training; mask: BTS, see `tree_mask`."""
+
+    mask: jax.Array
+    layers: None = None
+
+    def attend(self, q, k, v, layer):
+        return attend(q, k, v, self.mask), layer
+
+
+def attention_block(
+    x: jax.Array,
+    params: dict,
+    angles: tuple[jax.Array, jax.Array],
+    context: Context,
+    layer: Any,
+    config: ModelConfig,
+) -> tuple[jax.Array, Any]:
+    """x: BTD (normed) -> BTD, and the context's new layer state."""
+    q = jnp.einsum("BTD,DHK->BTHK", x, params["q_proj"])
+    k = jnp.einsum("BTD,DNK->BTNK", x, params["k_proj"])
+    v = jnp.einsum("BTD,DNK->BTNK", x, params["v_proj"])
+    if config.qk_norm:
+        q = rms_norm(q, params["q_norm"], config.norm_epsilon)
+        k = rms_norm(k, params["k_norm"], config.norm_epsilon)
+    q, k = rope.rotate(q, *angles), rope.rotate(k, *angles)
+    B, T, H, K = q.shape
+    grouped = q.reshape(B, T, config.num_kv_heads, config.queries_per_kv_head, K)
+    out, layer = context.attend(grouped, k, v, layer)
+    out = out.reshape(B, T, H, K)
+    return jnp.einsum("BTHK,HKD->BTD", out, params["o_proj"]), layer

@@ -1,0 +1,35 @@
+"""The small layers: RMSNorm, embedding, unembedding and the dense SwiGLU block."""
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """Root-mean-square norm over the last dimension (arXiv:1910.07467).
+
+    x: [..., D], scale: [D]; computed in float32, returned in the type of x.
+    """
+    x32 = x.astype(jnp.float32)
+    variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    return (x32 * jax.lax.rsqrt(variance + epsilon)).astype(x.dtype) * scale
+
+
+def embed(params: dict, tokens: jax.Array) -> jax.Array:
+    """tokens: BT -> BTD."""
+    return params["embed_tokens"][tokens]
+
+
+def unembedding(params: dict) -> jax.Array:
+    """The matrix from hidden states to logits, [D, V]; the embedding's when tied."""
+    if "lm_head" in params:
+        return params["lm_head"]
+    return params["embed_tokens"].T
+
+
+def swiglu(
+    x: jax.Array, gate_proj: jax.Array, up_proj: jax.Array, down_proj: jax.Array
+) -> jax.Array:
+    """down(silu(gate(x)) * up(x)) (arXiv:2002.05202); x: BTD, projections DF, DF, FD."""
+    gate = jnp.einsum("BTD,DF->BTF", x, gate_proj)
+    up = jnp.einsum("BTD,DF->BTF", x, up_proj)
+    return jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, down_proj)

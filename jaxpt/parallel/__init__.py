@@ -1,0 +1,1 @@
+"""What runs under `shard_map`: collectives written by hand, each taking an axis name."""

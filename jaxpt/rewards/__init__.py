@@ -1,0 +1,1 @@
+"""Rewards: episodes out of the jitted program, their results back, graded and typed."""

@@ -1,0 +1,1 @@
+"""The learner as arithmetic: logprobs, advantages, losses, and the pure update."""

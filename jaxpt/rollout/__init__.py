@@ -1,0 +1,1 @@
+"""Episodes: prompts in, trajectories with their outcomes out."""
