@@ -1,0 +1,1 @@
+"""Out-of-process execution of code that nobody trusts. Standard library only."""

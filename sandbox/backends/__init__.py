@@ -1,0 +1,1 @@
+"""Where sandboxes come from; `local` needs neither a daemon nor root."""

@@ -1,0 +1,46 @@
+"""Resource limits of a sandbox's processes, and the cap on what they print."""
+
+import resource
+
+from sandbox.protocol import Limits, Output
+
+
+def apply(limits: Limits, *, cpu: bool) -> None:
+    """Sets this process's limits, which its children inherit; for the fork before exec.
+
+    The limit on processes is set later, inside the user namespace, where it counts the
+    sandbox's processes alone.
+    """
+
+    def both(which: int, value: int) -> None:
+        resource.setrlimit(which, (value, value))
+
+    both(resource.RLIMIT_CORE, 0)
+    both(resource.RLIMIT_NOFILE, 256)
+    both(resource.RLIMIT_AS, limits.memory_bytes)
+    both(resource.RLIMIT_FSIZE, limits.file_bytes)
+    if cpu:
+        seconds = int(limits.cpu_seconds)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+
+
+class Capture:
+    """Keeps the head and the tail of a stream, and counts all of it."""
+
+    def __init__(self, keep: int):
+        self._half = max(keep // 2, 1)
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._total = 0
+
+    def add(self, data: bytes) -> None:
+        self._total += len(data)
+        room = self._half - len(self._head)
+        self._head += data[:room]
+        self._tail += data[room:][-self._half :]
+        del self._tail[: -self._half]
+
+    def output(self) -> Output:
+        return Output(
+            head=bytes(self._head), tail=bytes(self._tail), total_bytes=self._total
+        )
