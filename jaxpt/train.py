@@ -176,11 +176,13 @@ def train(
     mesh: MeshConfig = MeshConfig(),
     seed: int = 0,
     sandbox_workers: int = 2,
+    on_start: Callable[[], None] = lambda: None,
     on_first_step: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Runs, or goes on with, the run in `workdir`; returns its summary.
 
     supervised: the warm start; without one, reinforcement starts on the base as it is.
+    on_start: called when everything was found to be in order, before the first step.
     on_first_step: called once everything that the configuration names has been used.
     """
     start = time.perf_counter()
@@ -216,6 +218,7 @@ def train(
             supervised,
             reinforcement,
         )
+        on_start()
         run.clock["setup"] = run.clock.get("setup", 0.0) + time.perf_counter() - start
 
         if run.progress["stage"] == SUPERVISED:

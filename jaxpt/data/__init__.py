@@ -1,0 +1,1 @@
+"""Text to tokens, tasks to prompts, and both to packed rows."""

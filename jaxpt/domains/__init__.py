@@ -1,0 +1,1 @@
+"""Domains: families of tasks, each with its prompts, worked solutions and graders."""
