@@ -20,11 +20,12 @@ from typing import Any
 
 from jaxpt.domains.domain import Task
 from jaxpt.domains.programming import compose
-from jaxpt.domains.programming.operations import INT, LIST, STR, Step
+from jaxpt.domains.programming.compose import Program
+from jaxpt.domains.programming.operations import INT, LIST, STR
 from sandbox.protocol import Execution, Grading, Job, Limits
 
 _LONGEST_EXAMPLE = 40  # characters; longer ones are left out of the specification
-_TYPE_NAMES = {INT: "number", STR: "text", LIST: "list"}
+_TYPE_NAMES = {INT: "number", STR: "word", LIST: "list"}
 
 
 @functools.cache
@@ -122,14 +123,14 @@ class Programming:
         )
 
 
-def solution_text(program: tuple[Step, ...]) -> str:
+def solution_text(program: Program) -> str:
     """The worked solution: one statement for each step."""
     lines = ["def f(x):", *(f"    {step.line()}" for step in program), "    return x"]
     return "\n".join(lines) + "\n"
 
 
 def _examples(
-    chooser: random.Random, program: tuple[Step, ...], count: int
+    chooser: random.Random, program: Program, count: int
 ) -> list[Any]:
     """Inputs to show, different ones and short together with their outputs."""
     kind = program[0].operation.takes
@@ -150,7 +151,7 @@ def _short_input(chooser: random.Random, kind: str) -> Any:
     if kind == INT:
         return chooser.randint(-9, 20)
     if kind == STR:
-        return "".join(chooser.choice("abcdeost") for _ in range(chooser.randint(2, 4)))
+        return "".join(chooser.choice("abcd") for _ in range(chooser.randint(2, 4)))
     return [chooser.randint(-5, 12) for _ in range(chooser.randint(2, 4))]
 
 
@@ -165,7 +166,7 @@ def _test_inputs(
         if kind == INT:
             value: Any = chooser.randint(-40, 60)
         elif kind == STR:
-            value = "".join(chooser.choice("abcdeostABz") for _ in range(size))
+            value = "".join(chooser.choice("abcdxyzAB") for _ in range(size))
         else:
             value = [chooser.randint(-12, 20) for _ in range(size)]
         if value not in tests and value not in shown:

@@ -6,17 +6,38 @@ behaviour: a program's outputs on fixed inputs are hashed, and the hash decides 
 may contain it, so programs that behave the same are never in both.
 """
 
+import dataclasses
 import functools
 import hashlib
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
 
-from jaxpt.domains.programming.operations import BY_INPUT, INT, LIST, STR, Step
+from jaxpt.domains.programming.catalogue import TAKING
+from jaxpt.domains.programming.operations import INT, LIST, STR, TYPES, Operation
 
 TRAIN, HELDOUT = "train", "heldout"
 RESERVED_PAIRS = 8  # one adjacent pair of operations in so many is held out
 HELDOUT_BUCKETS = 8  # one behaviour in so many may be held out
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An operation with its constants."""
+
+    operation: Operation
+    constants: tuple[Any, ...]
+
+    def say(self, chooser: random.Random) -> str:
+        return chooser.choice(self.operation.phrasings).format(*self.constants)
+
+    def line(self) -> str:
+        return f"x = {self.operation.code.format(*map(repr, self.constants))}"
+
+    def apply(self, value: Any) -> Any:
+        return self.operation.apply(value, *self.constants)
+
 
 Program = tuple[Step, ...]
 
@@ -27,7 +48,7 @@ PROBES: dict[str, tuple[Any, ...]] = {
         "",
         *(
             "".join(
-                _PROBES.choice("abcdeostABz") for _ in range(_PROBES.randint(1, 8))
+                _PROBES.choice("abcdxyzAB") for _ in range(_PROBES.randint(1, 8))
             )
             for _ in range(31)
         ),
@@ -94,11 +115,12 @@ def split_of(program: Program, signature: tuple[str, ...]) -> str | None:
 
 
 def random_program(chooser: random.Random, min_steps: int, max_steps: int) -> Program:
-    kind = chooser.choice((INT, STR, LIST))
+    kind = chooser.choice(TYPES)
     steps = []
     for _ in range(chooser.randint(min_steps, max_steps)):
-        operation = chooser.choice(BY_INPUT[kind])
-        steps.append(Step(operation, chooser.choice(operation.constants)))
+        operation = chooser.choice(TAKING[kind])
+        constants = tuple(chooser.choice(values) for values in operation.constants)
+        steps.append(Step(operation, constants))
         kind = operation.gives
     return tuple(steps)
 
@@ -123,7 +145,7 @@ def all_programs(num_steps: int) -> Iterator[Program]:
     if num_steps == 0:
         yield ()
         return
-    for kind in (INT, STR, LIST):
+    for kind in TYPES:
         yield from _continuations(kind, num_steps)
 
 
@@ -131,7 +153,7 @@ def _continuations(kind: str, num_steps: int) -> Iterator[Program]:
     if num_steps == 0:
         yield ()
         return
-    for operation in BY_INPUT[kind]:
-        for constant in operation.constants:
+    for operation in TAKING[kind]:
+        for constants in itertools.product(*operation.constants):
             for rest in _continuations(operation.gives, num_steps - 1):
-                yield (Step(operation, constant), *rest)
+                yield (Step(operation, constants), *rest)

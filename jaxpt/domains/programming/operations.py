@@ -1,7 +1,7 @@
-"""The operations that functions are made of: their words, their code and their meaning.
+"""An operation: one kind of step, with its words, its code and its meaning.
 
-An operation takes a value x of one type and gives one of the same or another type. Code is
-an expression in x, so that a step is always the statement `x = <code>`.
+It takes a value x of one type and gives one of the same or another type. Its code is an
+expression in x, so that a step is always the statement `x = <code>`.
 """
 
 import dataclasses
@@ -41,22 +41,21 @@ class Condition:
     constants: tuple[Sequence[Any], ...] = ()
 
 
-def conditional(
-    condition: Condition, first: Operation, second: Operation
-) -> Operation:
-    """The step that does `first` if the condition holds, otherwise `second`."""
-    asked, done = len(condition.constants), len(first.constants)
-    places = [f"{{{i}}}" for i in range(asked + done + len(second.constants))]
-    of_first, of_second = places[asked : asked + done], places[asked + done :]
-    then_words = first.phrasings[0].format(*of_first)
-    else_words = second.phrasings[0].format(*of_second)
-    then_code = first.code.format(*of_first)
-    else_code = second.code.format(*of_second)
+def conditional(condition: Condition, first: Operation, second: Operation) -> Operation:
+    """The step that does `first` if the condition holds, and otherwise `second`."""
+    asked = len(condition.constants)
+    split = asked + len(first.constants)
+    constants = condition.constants + first.constants + second.constants
+    places = [f"{{{i}}}" for i in range(len(constants))]
+    then_words = first.phrasings[0].format(*places[asked:split])
+    else_words = second.phrasings[0].format(*places[split:])
+    then_code = first.code.format(*places[asked:split])
+    else_code = second.code.format(*places[split:])
 
-    def apply(x: Any, *constants: Any) -> Any:
-        if condition.holds(x, *constants[:asked]):
-            return first.apply(x, *constants[asked : asked + done])
-        return second.apply(x, *constants[asked + done :])
+    def apply(x: Any, *values: Any) -> Any:
+        if condition.holds(x, *values[:asked]):
+            return first.apply(x, *values[asked:split])
+        return second.apply(x, *values[split:])
 
     then_name, else_name = (each.name.partition(".")[2] for each in (first, second))
     return Operation(
@@ -69,28 +68,5 @@ def conditional(
         ),
         code=f"{then_code} if {condition.code} else {else_code}",
         apply=apply,
-        constants=condition.constants + first.constants + second.constants,
+        constants=constants,
     )
-
-
-_DIGITS = range(1, 10)
-_FACTORS = range(2, 7)
-_COUNTS = range(1, 4)
-_LETTERS = "abcd"
-_OTHER_LETTERS = "xyz"
-
-
-def _numbers() -> list[Operation]:
-    def make(word, phrasings, code, apply, *constants, gives=INT):
-        return Operation(
-            name=f"{INT}.{word}",
-            takes=INT,
-            gives=gives,
-            phrasings=phrasings,
-            code=code,
-            apply=apply,
-            constants=constants,
-        )
-
-    add = make("add", ("add {0}", "increase it by {0}", "plus {0}"),
-               "x + {0}", lambda x, k: x + k, _DIGITS)
