@@ -18,7 +18,7 @@ class PrefillContext:
     """Causal attention over right-padded prompts; hands out their keys and values.
 
     mask: PSS for prompts of at most S tokens. After the forward pass the layer states are
-    (keys, values), each [L, P, N, S, K]: a head's keys lie together, as its products want.
+    keys [L, P, N, K, S] and values [L, P, N, S, K]: as the products of decoding want them.
     """
 
     mask: jax.Array
@@ -26,7 +26,7 @@ class PrefillContext:
 
     def attend(self, q, k, v, layer):
         out = attend(q, k, v, self.mask)
-        return out, (jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
+        return out, (jnp.einsum("PSNK->PNKS", k), jnp.einsum("PSNK->PNSK", v))
 
 
 def prefill_context(lengths: jax.Array, length: int) -> PrefillContext:
@@ -44,9 +44,10 @@ class DecodeContext:
     The forward function sees the tokens as [P, G]: the completions of a prompt stand where
     a sequence's positions would, and share the prompt's keys.
 
-    layers: (prompt keys, prompt values [L, P, N, S, K], keys, values [L, P, N, G, C, K]).
-    After the forward pass the layer states are the new token's (keys, values), each
-    [L, P, N, G, K], for `append`.
+    layers: the prompts' keys [L, P, N, K, S] and values [L, P, N, S, K], the completions'
+    keys [L, P, N, G, K, C] and values [L, P, N, G, C, K]; or a list of such for each layer,
+    without the L, where layers are unrolled. After the forward pass the layer states are
+    the new token's (keys, values), each [L, P, N, G, K], for `append`.
     prompt_mask: PS, True on the prompt's tokens; step: tokens decoded before this one.
     """
 
@@ -59,15 +60,12 @@ class DecodeContext:
         prompt_keys, prompt_values, keys, values = layer
         new = (jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
         # The new token's entry goes where `append` will put it.
-        keys, values = (
-            jax.lax.dynamic_update_index_in_dim(cache, entry, self.step, axis=3)
-            for cache, entry in zip((keys, values), new)
-        )
+        keys, values = _put(keys, values, new, self.step)
         q = q * q.shape[-1] ** -0.5
-        S, C = prompt_keys.shape[2], keys.shape[3]
+        S, C = prompt_keys.shape[-1], keys.shape[-1]
         seen = jnp.arange(C) <= self.step
-        prompt_scores = jnp.einsum("PgNGK,PNSK->PNgGS", q, prompt_keys)
-        scores = jnp.einsum("PgNGK,PNgCK->PNgGC", q, keys)
+        prompt_scores = jnp.einsum("PgNGK,PNKS->PNgGS", q, prompt_keys)
+        scores = jnp.einsum("PgNGK,PNgKC->PNgGC", q, keys)
         weights = jax.nn.softmax(
             jnp.concatenate(
                 [
@@ -83,30 +81,45 @@ class DecodeContext:
         out += jnp.einsum("PNgGC,PNgCK->PgNGK", weights[..., S:], values)
         return out, new
 
-    def append(self, new: tuple[jax.Array, jax.Array]) -> "DecodeContext":
+    def append(self, new: Any) -> "DecodeContext":
         """The context of the next step, with the new token's keys and values in it."""
-        prompt_keys, prompt_values, keys, values = self.layers
-        keys, values = (
-            jax.lax.dynamic_update_index_in_dim(cache, entry, self.step, axis=4)
-            for cache, entry in zip((keys, values), new)
-        )
-        return self.replace(
-            layers=(prompt_keys, prompt_values, keys, values), step=self.step + 1
-        )
+
+        def put(layer, entries):
+            prompt_keys, prompt_values, keys, values = layer
+            keys, values = _put(keys, values, entries, self.step)
+            return prompt_keys, prompt_values, keys, values
+
+        if isinstance(self.layers, list):
+            layers = [put(*pair) for pair in zip(self.layers, new)]
+        else:
+            layers = put(self.layers, new)
+        return self.replace(layers=layers, step=self.step + 1)
+
+
+def _put(keys: jax.Array, values: jax.Array, new: Any, step: jax.Array):
+    """The caches with the new token's keys and values at place `step`."""
+    put = jax.lax.dynamic_update_index_in_dim
+    return put(keys, new[0], step, axis=-1), put(values, new[1], step, axis=-2)
 
 
 def decode_context(
-    prefilled: tuple[jax.Array, jax.Array],
-    lengths: jax.Array,
-    group_size: int,
-    max_new_tokens: int,
+    prefilled: Any, lengths: jax.Array, group_size: int, max_new_tokens: int
 ) -> DecodeContext:
-    """An empty cache for `group_size` completions of each prefilled prompt."""
-    prompt_keys, prompt_values = prefilled
-    L, P, N, S, K = prompt_keys.shape
-    empty = jnp.zeros((L, P, N, group_size, max_new_tokens, K), prompt_keys.dtype)
+    """An empty cache for `group_size` completions of each prefilled prompt.
+
+    prefilled: the layer states that a forward pass with a PrefillContext returned.
+    """
+
+    def empty(prompt_keys, prompt_values):
+        *leading, K, _ = prompt_keys.shape
+        keys = jnp.zeros((*leading, group_size, K, max_new_tokens), prompt_keys.dtype)
+        return prompt_keys, prompt_values, keys, jnp.swapaxes(keys, -1, -2)
+
+    unrolled = isinstance(prefilled, list)
+    layers = [empty(*layer) for layer in prefilled] if unrolled else empty(*prefilled)
+    length = jax.tree.leaves(prefilled)[0].shape[-1]
     return DecodeContext(
-        layers=(prompt_keys, prompt_values, empty, empty),
-        prompt_mask=jnp.arange(S) < lengths[:, None],
+        layers=layers,
+        prompt_mask=jnp.arange(length) < lengths[:, None],
         step=jnp.zeros((), jnp.int32),
     )

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpt import mesh as mesh_lib
@@ -84,7 +85,8 @@ def forward(
 
     Returns:
       hidden: BTD, after the last norm; times `layers.unembedding(params)` it is logits.
-      layers: the context's layer states after the pass, stacked [L, ...].
+      layers: the context's layer states after the pass: stacked [L, ...], or a list of
+        them when `config.unroll_layers`.
       routes: the experts chosen, [L, B, T, k] int32, or None for a dense model.
     """
     angles = rope.cos_sin(positions, config.head_dim, config.rope_theta)
@@ -120,6 +122,22 @@ def forward(
             x = mesh_lib.constrain(x + out, mesh, activation_axes)
         return x, (layer, routes)
 
-    x, (new_layers, routes) = jax.lax.scan(block, x, (params["layers"], context.layers))
+    x, (new_layers, routes) = _over_layers(
+        block, x, params["layers"], context.layers, config
+    )
     hidden = layers.rms_norm(x, params["norm"], config.norm_epsilon)
     return hidden, new_layers, routes
+
+
+def _over_layers(block, x, layer_params, layer_states, config: ModelConfig):
+    """Applies `block` layer after layer, in a scan or unrolled."""
+    if not config.unroll_layers:
+        return jax.lax.scan(block, x, (layer_params, layer_states))
+    states, routes = [], []
+    for i in range(config.num_layers):
+        params = jax.tree.map(lambda p: p[i], layer_params)  # noqa: B023
+        state = None if layer_states is None else layer_states[i]
+        x, (state, layer_routes) = block(x, (params, state))
+        states.append(state)
+        routes.append(layer_routes)
+    return x, (states, None if routes[0] is None else jnp.stack(routes))
