@@ -4,7 +4,7 @@ import ctypes
 import os
 import signal
 
-_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+_CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWNET = 0x00020000, 0x10000000, 0x40000000
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _MNT_DETACH, _PR_SET_PDEATHSIG = 2, 1
 
@@ -22,13 +22,13 @@ def die_with_parent() -> None:
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
 
 
-def private_mounts() -> None:
-    """Gives this process mounts of its own, which end with it.
+def private_mounts_and_network() -> None:
+    """Gives this process mounts of its own and a network with nothing in it.
 
-    Without root, within a user namespace in which it is root.
+    Both end with it. Without root, within a user namespace in which it is root.
     """
     uid, gid = os.getuid(), os.getgid()
-    flags = _CLONE_NEWNS | (0 if uid == 0 else _CLONE_NEWUSER)
+    flags = _CLONE_NEWNS | _CLONE_NEWNET | (0 if uid == 0 else _CLONE_NEWUSER)
     _check(_libc.unshare(flags), "unshare")
     if uid != 0:
         for name, text in (

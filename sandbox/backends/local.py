@@ -63,7 +63,7 @@ class Ran:
 
 
 class LocalBackend:
-    """Makes sandboxes for one worker process, whose mounts it makes private.
+    """Makes sandboxes for one worker process, whose mounts and network it makes private.
 
     number: the worker's, from which the sandboxes' uids follow.
     """
@@ -73,7 +73,7 @@ class LocalBackend:
             pass  # fd 3 is taken now, so that a child's can be put there
         self._root = tempfile.mkdtemp(prefix="jaxpt-sandbox-")
         is_root = os.getuid() == 0
-        namespaces.private_mounts()
+        namespaces.private_mounts_and_network()
         namespaces.mount_tmpfs(self._root, size=16 << 20, uid=0)
         self.agent_uid = _FIRST_UID + 2 * number if is_root else None
         self.grader_uid = _FIRST_UID + 2 * number + 1 if is_root else None
@@ -121,7 +121,10 @@ class LocalBackend:
 
     def _arguments(self, *binds: str) -> list[str]:
         """bubblewrap's, up to the command; binds are its own options for more mounts."""
-        arguments = [self._bwrap, "--unshare-user", "--unshare-all", "--die-with-parent"]
+        # The network is the worker's own empty one: making a network for each command costs
+        # as much as the rest of its sandbox, and nothing of a command outlives it.
+        arguments = [self._bwrap, "--unshare-user", "--unshare-pid", "--unshare-ipc"]
+        arguments += ["--unshare-uts", "--unshare-cgroup-try", "--die-with-parent"]
         arguments += ["--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
         arguments += ["--ro-bind", "/usr", "/usr"]
         for path in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
@@ -281,6 +284,7 @@ class LocalBackend:
         verdicts_read, verdicts_write = os.pipe()
         arguments = [
             *self._arguments("--ro-bind", folder, "/grader", "--chdir", "/grader"),
+            "--unshare-net",
             "--",
             "/bin/sh",
             "-c",

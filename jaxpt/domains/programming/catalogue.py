@@ -99,14 +99,14 @@ def _of_numbers() -> list[Operation]:
             "max(x, {0})",
             lambda x, k: x if x > k else k,
             ["make it at least {0}", "raise it to {0} if lower"],
-            range(-5, 10),
+            range(0, 10),
         ),
         op(
             "at_most",
             "min(x, {0})",
             lambda x, k: x if x < k else k,
             ["make it at most {0}", "cap it at {0}"],
-            range(-5, 10),
+            range(0, 10),
         ),
         op(
             "distance",
@@ -130,11 +130,9 @@ def _of_numbers() -> list[Operation]:
             ["list its digits", "split it into digits"],
             gives=LIST,
         ),
-        *(
-            conditional(condition, first, second)
-            for condition in (above, below, even)
-            for first, second in ((add, multiply), (subtract, add), (negate, subtract))
-        ),
+        conditional(above, subtract, negate),
+        conditional(below, negate, multiply),
+        conditional(even, add, negate),
     ]
 
 
@@ -203,7 +201,6 @@ def _of_sequences(takes: str, items: str) -> list[Operation]:
         op("length", "len(x)", len, ["take its length", f"count its {items}"], gives=INT),
         conditional(longer, reverse, double),
         conditional(longer, first, reverse),
-        conditional(longer, drop_first, double),
     ]
 
 
@@ -318,14 +315,14 @@ def _of_lists() -> list[Operation]:
             "v > {0}",
             lambda v, k: v > k,
             ["keep those above {0}", "keep those over {0}"],
-            range(-4, 7),
+            range(0, 10),
         ),
         keep(
             "keep_below",
             "v < {0}",
             lambda v, k: v < k,
             ["keep those below {0}", "keep those under {0}"],
-            range(-4, 7),
+            range(0, 10),
         ),
         op("sort", "sorted(x)", sorted, ["sort it", "put it in order"]),
         op(
@@ -374,7 +371,7 @@ def _of_lists() -> list[Operation]:
             "x.count({0})",
             lambda x, k: sum(v == k for v in x),
             ["count the {0}", "tell how many {0} it has"],
-            range(-2, 4),
+            range(0, 10),
             gives=INT,
         ),
         op(
