@@ -132,7 +132,7 @@ def make_update(
             **metrics,
             **counts,
             "logprob_gap": gap,
-            "gradient_norm": optax.global_norm(gradients),
+            "gradient_norm": optax.tree.norm(gradients),
             "tokens": tokens,
             "rows": batch.num_rows,
         }

@@ -43,7 +43,7 @@ class Programming:
 
     min_steps: int = 2
     max_steps: int = 3
-    num_examples: int = 2
+    num_examples: int = 1
     num_tests: int = 8
     name: str = "programming"
     weights: Mapping[str, float] = dataclasses.field(
