@@ -31,6 +31,7 @@ def write_report(workdir: Path, progress: dict[str, Any]) -> dict[str, Any]:
         "outcomes": progress["outcomes"],
         "max_logprob_gap": progress["max_logprob_gap"],
         "steps": progress["step"],
+        "params_sha256": progress["params_sha256"],
         "seconds": {**seconds, "total": round(sum(seconds.values()), 2)},
     }
     (workdir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")

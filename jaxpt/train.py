@@ -33,6 +33,7 @@ from jaxpt.evaluate import EvaluationConfig, evaluate, passed
 from jaxpt.mesh import MeshConfig
 from jaxpt.metrics import RunLog
 from jaxpt.models import moe
+from jaxpt.models import params as params_lib
 from jaxpt.policy import packed_logprobs
 from jaxpt.progress import ProgressBar
 from jaxpt.report import write_report
@@ -234,6 +235,7 @@ def train(
             )
             heldout(run, evaluation, reinforcement.rollout, "after")
             run.progress["stage"] = DONE
+            run.progress["params_sha256"] = params_lib.content_hash(run.state.params)
             run.save(_supervised_steps(supervised) + reinforcement.steps + 1)
         return write_report(workdir, run.progress)
 

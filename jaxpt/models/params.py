@@ -1,6 +1,7 @@
 """Parameters declared once: from a tree of `ParamSpec` follow arrays and shardings."""
 
 import dataclasses
+import hashlib
 import math
 import zlib
 from collections.abc import Callable
@@ -101,3 +102,13 @@ def init_params(
         value = spec.init(generator, spec.shape)
         leaves.append(jax.device_put(value.astype(dtype), sharding))
     return jax.tree.unflatten(treedef, leaves)
+
+
+def content_hash(params: Params) -> str:
+    """SHA-256 of names, types, shapes and values: equal only for bitwise equal weights."""
+    digest = hashlib.sha256()
+    for name, leaf in paths(params):
+        value = np.asarray(jax.device_get(leaf))
+        digest.update(f"{name} {value.dtype} {value.shape}\n".encode())
+        digest.update(np.ascontiguousarray(value).tobytes())
+    return digest.hexdigest()
