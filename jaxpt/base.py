@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from jaxpt.data import tokenizer as tokenizer_lib

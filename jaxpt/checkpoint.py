@@ -80,16 +80,14 @@ class Checkpoints:
             try:
                 progress = self._manager.restore(
                     number,
-                    args=self._ocp.args.Composite(
-                        progress=self._ocp.args.JsonRestore()
-                    ),
-                ).progress
+                    args=self._ocp.args.Composite(progress=self._ocp.args.JsonRestore()),
+                )["progress"]
                 state = self._manager.restore(
                     number,
                     args=self._ocp.args.Composite(
                         state=self._ocp.args.StandardRestore(abstract_state(progress))
                     ),
-                ).state
+                )["state"]
             except Exception as error:
                 summary = str(error).splitlines()[0] if str(error) else repr(error)
                 logger.warning(

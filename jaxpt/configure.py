@@ -52,9 +52,7 @@ def _reject_unused(root: str) -> None:
     used = {reference.config_key for reference in references}
     macros = sorted(scope for scope, name in config if name == "gin.macro")
     unbound = sorted(
-        scope
-        for scope, name in used
-        if name == "gin.macro" and (scope, name) not in config
+        scope for scope, name in used if name == "gin.macro" and (scope, name) not in config
     )
     if unbound:
         raise ConfigError(

@@ -77,9 +77,7 @@ def evaluate(
                 index=index,
                 max_length=max_prompt_length,
             )
-            for index in range(
-                start, min(start + config.batch_size, config.num_tasks)
-            )
+            for index in range(start, min(start + config.batch_size, config.num_tasks))
         ]
         groups += sampler.rollout(
             params,

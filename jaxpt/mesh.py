@@ -8,6 +8,7 @@ line of `RULES`.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -59,7 +60,7 @@ class MeshConfig:
         return tuple(getattr(self, axis) for axis in AXES)
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh over `devices` (default: all of them), which it must use up.
 
     Raises:
@@ -71,8 +72,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         axes = " x ".join(f"{axis}={n}" for axis, n in zip(AXES, config.shape) if n > 1)
         raise ValueError(
             f"The mesh {axes or 'data=1'} has {size} device(s), but this program has "
-            f"{len(devices)} ({devices[0].platform}). Change MeshConfig so that the product "
-            f"of its axes is {len(devices)}, or, on a CPU, simulate devices with "
+            f"{len(devices)} ({devices[0].platform}). Change MeshConfig so that its axes "
+            f"multiply to {len(devices)}, or, on a CPU, simulate devices with "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={size}."
         )
     return Mesh(

@@ -19,9 +19,7 @@ class RunLog:
     """Writes a run's metrics and trajectories; a context manager."""
 
     def __init__(self, workdir: Path):
-        self._paths = {
-            name: workdir / name for name in (METRICS_FILE, TRAJECTORIES_FILE)
-        }
+        self._paths = {name: workdir / name for name in (METRICS_FILE, TRAJECTORIES_FILE)}
         self._files = {name: path.open("ab") for name, path in self._paths.items()}
         self._events = _EventFile(workdir / "tensorboard")
 

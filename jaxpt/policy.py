@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from jaxpt.models import layers, moe, transformer
 from jaxpt.models.attention import PackedContext, tree_mask
-from jaxpt.models.config import MoEConfig, ModelConfig
+from jaxpt.models.config import ModelConfig, MoEConfig
 from jaxpt.rl.logprobs import token_logprobs
 from jaxpt.types import Batch
 
@@ -39,7 +39,7 @@ def packed_logprobs(
         chunk_size=logits_chunk,
     )
     counts = {}
-    if isinstance(config.feed_forward, MoEConfig):
+    if isinstance(config.feed_forward, MoEConfig) and routes is not None:
         counts["expert_load"] = moe.expert_load(
             routes, batch.completion_mask > 0, config.feed_forward.num_experts
         )

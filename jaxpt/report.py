@@ -100,8 +100,5 @@ def print_report(workdir: Path, summary: dict[str, Any]) -> None:
         f"Plot:          {workdir / PLOT_FILE}",
         f"TensorBoard:   tensorboard --logdir {workdir / 'tensorboard'}",
         f"Every episode: {workdir / metrics.TRAJECTORIES_FILE}",
-        f"Sample:        scripts/sample.py --workdir {workdir}",
-        "A real base:   scripts/train.py --gin_file configs/runs/smollm2_arithmetic.gin "
-        "--workdir runs/smollm2",
     ):
         console.print(line, highlight=False, soft_wrap=True)

@@ -275,9 +275,7 @@ def _start_or_resume(
     params = run.base.params(run.seed)
 
     def abstract_state(progress):
-        optimizer = (
-            first if progress["stage"] == SUPERVISED else reinforcement.optimizer
-        )
+        optimizer = first if progress["stage"] == SUPERVISED else reinforcement.optimizer
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
             init_state(params, optimizer),
@@ -290,9 +288,7 @@ def _start_or_resume(
         return run
     run.state, run.progress = restored
     run.log.rewind(run.progress["log"], step=int(run.progress["step"]))
-    print(
-        f"Resuming at step {run.progress['step']} of the {run.progress['stage']} stage."
-    )
+    print(f"Resuming at step {run.progress['step']} of the {run.progress['stage']} stage.")
     return run
 
 
@@ -307,9 +303,7 @@ def supervised_stage(
             workdir / "data", mixture, num_examples=config.num_examples, seed=run.seed
         )
     update = _jit_update(run, losses.supervised, config.optimizer, rows)
-    with ProgressBar(
-        "warm start", total=config.steps, done=run.progress["step"]
-    ) as bar:
+    with ProgressBar("warm start", total=config.steps, done=run.progress["step"]) as bar:
         for step in range(run.progress["step"], config.steps):
             with timed(run.clock, "data"):
                 chosen = worked_solutions.order(
@@ -355,9 +349,7 @@ def reinforcement_stage(
         )
     )
     update = _jit_update(run, config.loss_fn, config.optimizer, rows)
-    with ProgressBar(
-        "reinforcement", total=config.steps, done=run.progress["step"]
-    ) as bar:
+    with ProgressBar("reinforcement", total=config.steps, done=run.progress["step"]) as bar:
         for step in range(run.progress["step"], config.steps):
             clock: dict[str, float] = {}
             bar.phase("sample")
@@ -409,26 +401,18 @@ def reinforcement_stage(
                 REINFORCEMENT,
                 metrics | {f"seconds_{name}": value for name, value in clock.items()},
             )
-            run.log.trajectories(
-                number, REINFORCEMENT, groups, run.base.tokenizer.decode
-            )
+            run.log.trajectories(number, REINFORCEMENT, groups, run.base.tokenizer.decode)
             run.progress["step"] = step + 1
             if step == 0:
                 on_first_step()
-            bar.advance(
-                step + 1, reward=metrics["reward"], passed=metrics["pass_rate"]
-            )
+            bar.advance(step + 1, reward=metrics["reward"], passed=metrics["pass_rate"])
             run.end_step(number + 1, last=step + 1 == config.steps)
 
 
-def heldout(
-    run: Run, config: EvaluationConfig, rollout: RolloutConfig, when: str
-) -> None:
+def heldout(run: Run, config: EvaluationConfig, rollout: RolloutConfig, when: str) -> None:
     """Evaluates on held-out tasks, sampled and greedy, and notes the figures."""
     figures: dict[str, Any] = {}
-    with ProgressBar(
-        f"held-out, {when}", total=2 * config.num_tasks, unit="tasks"
-    ) as bar:
+    with ProgressBar(f"held-out, {when}", total=2 * config.num_tasks, unit="tasks") as bar:
         for number, greedy in enumerate((False, True)):
             name = "greedy" if greedy else "sampled"
             clock: dict[str, float] = {}
@@ -470,9 +454,7 @@ def _jit_update(
         mesh=run.mesh,
         logits_chunk=rows.logits_chunk,
     )
-    update = make_update(
-        policy, loss_fn, optimizer, micro_batch_rows=rows.micro_batch
-    )
+    update = make_update(policy, loss_fn, optimizer, micro_batch_rows=rows.micro_batch)
     # The state keeps its layout, so that the second call is the first one's program.
     shardings = jax.tree.map(lambda x: x.sharding, run.state)
     return jax.jit(update, donate_argnums=0, out_shardings=(shardings, None))
@@ -504,9 +486,7 @@ def _host_metrics(metrics: dict[str, jax.Array]) -> dict[str, Any]:
     return values
 
 
-def _episode_metrics(
-    sampler: Sampler, groups: list[list[Trajectory]]
-) -> dict[str, Any]:
+def _episode_metrics(sampler: Sampler, groups: list[list[Trajectory]]) -> dict[str, Any]:
     """Of one step's episodes; means are over those that carry a reward."""
     trajectories = [trajectory for group in groups for trajectory in group]
     rewards = [t.outcome.reward.total for t in trajectories if t.outcome.reward]

@@ -18,7 +18,7 @@ REWARDED = (OK, TRUNCATED, POLICY_FAIL)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What the policy is asked: the task as tokens, deterministic in (split, seed, index)."""
+    """What the policy is asked: the task as tokens, made from (split, seed, index)."""
 
     prompt_id: str
     domain: str
@@ -60,7 +60,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One sampled completion: exactly the tokens that the policy chose, and what came of it.
+    """One sampled completion: the very tokens that the policy chose, and what came of it.
 
     tokens, logprobs, processed_logprobs: [length]; the logprobs are the sampler's, in the
     plain distribution and in the one drawn from.

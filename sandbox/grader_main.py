@@ -12,7 +12,7 @@ import traceback
 
 def main() -> None:
     verdicts = os.fdopen(3, "w")
-    namespace = {"__name__": "grader"}
+    namespace: dict = {"__name__": "grader"}
     with open(sys.argv[1]) as file:
         exec(compile(file.read(), "grader.py", "exec"), namespace)
     grade = namespace["grade"]

@@ -211,7 +211,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
             return None
         (kind,) = (argument for argument in arguments if argument is not type(None))
         return _decode(kind, value, where)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise ProtocolError(f"{where} must be an object, not {value!r:.80}.")
         hints = typing.get_type_hints(kind)

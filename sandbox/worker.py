@@ -158,7 +158,7 @@ class Worker:
             return Result(
                 outcome="grader_fail",
                 reason=error.reason,
-                **(known | {"stderr": detail}),
+                **{**known, "stderr": detail},
             )
         seconds["grade"] = time.monotonic() - start
         return Result(outcome="ok", reason="graded", verdict=verdict, **known)
@@ -173,9 +173,7 @@ class Worker:
                 self._graders.popitem(last=False)[1].close()
             grader = Grader(self._backend, grading, f"grader-{digest}")
         try:
-            verdict = grader.grade(
-                artifacts, grading.payload, grading.limits.wall_seconds
-            )
+            verdict = grader.grade(artifacts, grading.payload, grading.limits.wall_seconds)
         except BaseException:
             grader.close()
             raise

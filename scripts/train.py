@@ -23,7 +23,10 @@ def arguments() -> argparse.Namespace:
         "--gin_file", action="append", required=True, help="repeatable, in order"
     )
     parser.add_argument(
-        "--gin_bindings", action="append", default=[], help="e.g. mesh.MeshConfig.data=2"
+        "--gin_bindings",
+        action="append",
+        default=[],
+        help="e.g. mesh.MeshConfig.data=2",
     )
     parser.add_argument("--workdir", type=Path, required=True)
     parser.add_argument("--seed", type=int, help="short for train.train.seed=SEED")
@@ -56,7 +59,9 @@ def main() -> int:
     except (ValueError, OSError, SandboxUnavailable) as error:
         if os.environ.get("JAXPT_TRACEBACK"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        # Gin adds where it was called from; the first line is what a user can act on.
+        line = str(error).partition("\n  In call to configurable")[0]
+        print(f"error: {' '.join(line.split())}", file=sys.stderr)
         return 2
     return 0
 

@@ -30,9 +30,7 @@ def model_config(**changes) -> ModelConfig:
         "num_kv_heads": 2,
         "head_dim": 8,
         "max_positions": 64,
-        "feed_forward": MoEConfig(
-            num_experts=4, experts_per_token=2, intermediate_size=24
-        ),
+        "feed_forward": MoEConfig(num_experts=4, experts_per_token=2, intermediate_size=24),
     }
     return ModelConfig(**(shape | changes))
 

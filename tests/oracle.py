@@ -1,4 +1,4 @@
-"""The transformer once more, in numpy float64, one sequence at a time: no batch, no cache."""
+"""The transformer once more, in numpy float64, a sequence at a time: no batch, no cache."""
 
 import numpy as np
 

@@ -38,9 +38,7 @@ def test_restored_bit_for_bit_and_onto_another_mesh(tmp_path):
     assert progress == {"step": 3, "figures": {"a": 0.5}}
     leaf = restored.params["layers"]["gate_proj"]
     assert leaf.sharding == other.params["layers"]["gate_proj"].sharding
-    assert params_lib.content_hash(restored.params) == params_lib.content_hash(
-        state.params
-    )
+    assert params_lib.content_hash(restored.params) == params_lib.content_hash(state.params)
     checkpoints.close()
 
 

@@ -19,7 +19,7 @@ def test_every_token_is_in_the_batch_once(seed, sizes, row_length):
     groups = random_groups(seed, sizes)
     num_rows = rows_needed(
         num_groups=len(sizes),
-        group_size=max(max(sizes), 1),
+        group_size=max(*sizes, 1),
         prompt_length=5,
         completion_length=7,
         row_length=row_length,
@@ -49,9 +49,7 @@ def test_every_token_is_in_the_batch_once(seed, sizes, row_length):
                     parent = batch.parents[row, place]
                     if parent == place:
                         break
-                    assert (
-                        batch.positions[row, parent] == batch.positions[row, place] - 1
-                    )
+                    assert batch.positions[row, parent] == batch.positions[row, place] - 1
                     place = parent
                 assert tuple(walk[::-1]) == found[-1][0] + found[-1][1]
     want = [

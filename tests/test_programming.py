@@ -47,9 +47,8 @@ def test_the_space_has_more_than_ten_thousand_functions():
     found = set()
     for program in compose.all_programs(2):
         signature = compose.behaviour(program)
-        if (
-            compose.split_of(program, signature) == compose.TRAIN
-            and not compose.is_trivial(signature)
+        if compose.split_of(program, signature) == compose.TRAIN and not compose.is_trivial(
+            signature
         ):
             found.add(signature)
         if len(found) >= 10_000:
@@ -109,7 +108,9 @@ def test_solutions_pass_and_anything_else_does_not():
         "class E(int):\n def __eq__(s, o): return True\n def __hash__(s): return 0\n"
         "def f(x): return E(0)\n"
     )
-    forged = "open('outputs.json', 'w').write('[' + '{\"value\":0},' * 7 + '{\"value\":0}]')"
+    forged = (
+        "open('outputs.json', 'w').write('[' + '{\"value\":0},' * 7 + '{\"value\":0}]')"
+    )
     cheats = {
         "empty": "",
         "no function": "x = 1",
@@ -164,7 +165,10 @@ def test_solutions_pass_and_anything_else_does_not():
 def test_the_grader_is_strict_about_types(outputs, passed):
     payload = {"inputs": [0, 1], "expected": [1, [1, "a"]]}
     verdict = grade({"outputs.json": json.dumps(outputs).encode()}, payload)
-    assert verdict["components"] == {"tests": float(passed == 2), "fraction": passed / 2}
+    assert verdict["components"] == {
+        "tests": float(passed == 2),
+        "fraction": passed / 2,
+    }
 
 
 def test_the_grader_reads_only_json():

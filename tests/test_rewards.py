@@ -84,9 +84,7 @@ def test_every_episode_is_submitted_once_with_its_own_tokens(axes):
     assert len({len(tokens) for tokens in seen.values()}) > 1
     for row, tokens in seen.items():
         p, g = divmod(row, G)
-        np.testing.assert_array_equal(
-            tokens, samples.tokens[p, g, : samples.lengths[p, g]]
-        )
+        np.testing.assert_array_equal(tokens, samples.tokens[p, g, : samples.lengths[p, g]])
 
 
 @pytest.mark.parametrize("axes", MESHES)

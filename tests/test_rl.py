@@ -88,9 +88,7 @@ def test_token_logprobs_in_chunks_and_their_gradient():
     for chunk in (4, 13, 100):
         logprobs, entropy = token_logprobs(hidden, head, targets, chunk_size=chunk)
         np.testing.assert_allclose(logprobs, values[range(13), targets], atol=1e-5)
-        np.testing.assert_allclose(
-            entropy, -(np.exp(values) * values).sum(-1), atol=1e-5
-        )
+        np.testing.assert_allclose(entropy, -(np.exp(values) * values).sum(-1), atol=1e-5)
     whole = jax.grad(total, argnums=(0, 1))(hidden, head, 100)
     chunked = jax.grad(total, argnums=(0, 1))(hidden, head, 4)
     for a, b in zip(whole, chunked):
@@ -118,9 +116,7 @@ def test_the_clipped_loss_matches_the_papers(seed):
     for place in zip(*np.nonzero(batch.completion_mask)):
         ratio = np.exp(new[place] - batch.old_logprobs[place].astype(np.float64))
         advantage = batch.advantages[place]
-        surrogate = min(
-            ratio * advantage, float(np.clip(ratio, 0.8, 1.3)) * advantage
-        )
+        surrogate = min(ratio * advantage, float(np.clip(ratio, 0.8, 1.3)) * advantage)
         weight = min(
             np.exp(
                 batch.old_logprobs[place].astype(np.float64)
@@ -213,7 +209,7 @@ def test_a_batch_without_tokens_changes_nothing():
 
 
 def test_micro_batches_must_divide_the_rows():
-    with pytest.raises(ValueError, match="micro_batch_rows=3 does not divide .* 16"):
+    with pytest.raises(ValueError, match=r"micro_batch_rows=3 does not divide .* 16"):
         one_update(make_mesh(), random_groups(0, [1]), micro_batch=3)
 
 
@@ -224,9 +220,7 @@ def test_the_schedule_warms_up_and_decays():
     state = transform.init({"w": jnp.ones(1)})
     sizes = []
     for _ in range(11):
-        updates, state = transform.update(
-            {"w": jnp.ones(1)}, state, {"w": jnp.ones(1)}
-        )
+        updates, state = transform.update({"w": jnp.ones(1)}, state, {"w": jnp.ones(1)})
         sizes.append(float(-updates["w"][0]))
     assert sizes[0] == 0.0 and max(sizes) == pytest.approx(1.0, abs=0.02)
     assert sizes[10] == pytest.approx(0.1, abs=0.02)

@@ -35,9 +35,7 @@ def oracle(logits, temperature, top_k, top_p):
 )
 def test_process_matches_the_oracle(seed, temperature, top_k, top_p):
     logits = np.random.default_rng(seed).normal(size=24).astype(np.float32) * 3
-    got = process(
-        jnp.asarray(logits), jnp.float32(temperature), top_k=top_k, top_p=top_p
-    )
+    got = process(jnp.asarray(logits), jnp.float32(temperature), top_k=top_k, top_p=top_p)
     want = oracle(logits, temperature, top_k, top_p)
     np.testing.assert_allclose(np.exp(got), want, atol=2e-6)
 

@@ -1,5 +1,6 @@
-"""The pool and its local backend: honest work is graded, everything else costs only itself."""
+"""The pool and its local backend: honest work is graded, all else costs only itself."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -287,10 +288,8 @@ def test_workers_that_always_die_are_an_infrastructure_failure():
         deadline = time.monotonic() + 60
         while not future.done() and time.monotonic() < deadline:
             for pid in pool.worker_pids:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
             time.sleep(0.1)
         result = future.result(timeout=60)
         assert (result.outcome, result.reason) == ("infra_fail", "worker_died")
@@ -300,8 +299,7 @@ def test_workers_that_always_die_are_an_infrastructure_failure():
 def test_closing_resolves_everything():
     pool = Pool(num_workers=1)
     futures = [
-        pool.submit(job(f"unfinished {i}", "import time; time.sleep(60)"))
-        for i in range(3)
+        pool.submit(job(f"unfinished {i}", "import time; time.sleep(60)")) for i in range(3)
     ]
     time.sleep(0.3)
     pool.close()

@@ -34,9 +34,7 @@ def packed(groups):
 
 def run(config, mesh, batch, params=None):
     params = init(config, mesh) if params is None else params
-    forward = functools.partial(
-        packed_logprobs, config=config, mesh=mesh, logits_chunk=50
-    )
+    forward = functools.partial(packed_logprobs, config=config, mesh=mesh, logits_chunk=50)
     return params, jax.device_get(jax.jit(forward)(params, batch))
 
 
@@ -60,9 +58,7 @@ def test_packed_logprobs_match_the_oracle(name, one_device):
             prompt = batch.tokens[row][inside & (batch.branch_ids[row] == 0)]
             for branch in range(1, batch.branch_ids[row][inside].max() + 1):
                 places = inside & (batch.branch_ids[row] == branch)
-                want = expected[
-                    (*prompt.tolist(), *batch.tokens[row][places].tolist())
-                ]
+                want = expected[(*prompt.tolist(), *batch.tokens[row][places].tolist())]
                 np.testing.assert_allclose(logprobs[row][places], want, atol=2e-5)
                 checked += 1
     assert checked == len(expected)
@@ -83,9 +79,7 @@ def test_meshes_give_the_same(name, axes, one_device):
     mask = batch.completion_mask > 0
     np.testing.assert_allclose(one[mask], many[mask], atol=1e-5)
     if counts:
-        np.testing.assert_array_equal(
-            counts["expert_load"], many_counts["expert_load"]
-        )
+        np.testing.assert_array_equal(counts["expert_load"], many_counts["expert_load"])
         tokens = batch.completion_mask.astype(bool).sum()
         assert (counts["expert_load"].sum(axis=1) == 2 * tokens).all()
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpt.data.packing import Completion, Group
@@ -36,14 +37,12 @@ def from_solutions(
     return groups
 
 
-def credit(
-    groups: Sequence[Sequence[Trajectory]], advantage_fn: AdvantageFn
-) -> np.ndarray:
+def credit(groups: Sequence[Sequence[Trajectory]], advantage_fn: AdvantageFn) -> np.ndarray:
     """Advantages [groups, group_size]; 0 for episodes that carry no reward."""
     rewards = [[t.outcome.reward for t in group] for group in groups]
     totals = np.array([[r.total if r else 0.0 for r in row] for row in rewards])
     valid = np.array([[r is not None for r in row] for row in rewards])
-    return np.asarray(advantage_fn(totals.astype(np.float32), valid))
+    return np.asarray(advantage_fn(jnp.asarray(totals, jnp.float32), jnp.asarray(valid)))
 
 
 def from_trajectories(

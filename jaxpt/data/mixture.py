@@ -1,4 +1,4 @@
-"""Which task comes next: prompts drawn from a mixture of domains by (split, seed, index)."""
+"""Which task comes next: prompts from a mixture of domains by (split, seed, index)."""
 
 import dataclasses
 import random
@@ -62,6 +62,4 @@ class Mixture:
                 f"The prompt of {task.task_id} has {len(tokens)} tokens, over "
                 f"max_prompt_length={max_length}; raise it."
             )
-        return Prompt(
-            prompt_id=task.task_id, domain=domain.name, tokens=tokens, task=task
-        )
+        return Prompt(prompt_id=task.task_id, domain=domain.name, tokens=tokens, task=task)

@@ -6,6 +6,7 @@ segment; how rows are filled changes no result, only the cost.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -143,4 +144,5 @@ def pack(groups: Sequence[Group], *, num_rows: int, row_length: int) -> Batch:
                 start,
             )
             used[row] += length
-    return Batch(**ints, **floats, num_rows=np.int32(rows_in_use))
+    arrays: dict[str, Any] = {**ints, **floats, "num_rows": np.int32(rows_in_use)}
+    return Batch(**arrays)

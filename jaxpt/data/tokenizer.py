@@ -53,9 +53,7 @@ class Tokenizer:
         Special tokens are those of the template; contents are encoded as plain text.
         """
         marks = [f"\ue000{number}\ue001" for number in range(len(messages))]
-        marked = [
-            {**message, "content": mark} for message, mark in zip(messages, marks)
-        ]
+        marked = [{**message, "content": mark} for message, mark in zip(messages, marks)]
         rendered = _environment().from_string(self.chat_template)
         text = rendered.render(
             messages=marked,
@@ -73,7 +71,7 @@ class Tokenizer:
         return ids
 
     def _token(self, token_id: int | None) -> str:
-        return "" if token_id is None else self.backend.id_to_token(token_id)
+        return "" if token_id is None else self.backend.id_to_token(token_id) or ""
 
     def _split_at_specials(self, text: str) -> Iterable[str]:
         """Cuts special tokens' spellings in two, so that they are not recognised."""
@@ -169,10 +167,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             show_progress=False,
         ),
     )
+    pad_id, bos_id, eos_id = range(len(specials))  # the trainer puts them first
     return Tokenizer(
         backend=backend,
-        pad_id=backend.token_to_id("<pad>"),
-        bos_id=backend.token_to_id("<bos>"),
-        eos_id=backend.token_to_id("<eos>"),
+        pad_id=pad_id,
+        bos_id=bos_id,
+        eos_id=eos_id,
         chat_template=PLAIN_TEMPLATE,
     )

@@ -11,8 +11,6 @@ import numpy as np
 
 from jaxpt.data.mixture import Mixture
 
-VERSION = "1.0.0"
-
 
 def build(folder: Path, mixture: Mixture, *, num_examples: int, seed: int) -> Any:
     """Opens the dataset in `folder`, and builds it first if it isn't there.
@@ -52,7 +50,7 @@ def build(folder: Path, mixture: Mixture, *, num_examples: int, seed: int) -> An
     builder = WorkedSolutions(data_dir=folder, file_format="array_record")
     if not builder.data_path.exists():
         builder.download_and_prepare()
-    source = builder.as_data_source(split="train")
+    source: Any = builder.as_data_source(split="train")  # pyright: ignore[reportCallIssue]
     if len(source) != num_examples:
         raise ValueError(
             f"{folder} holds {len(source)} worked solutions, but {num_examples} are asked "

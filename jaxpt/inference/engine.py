@@ -81,7 +81,7 @@ def generate(
     """
     P, S = prompts.shape
     G, C = group_size, max_new_tokens
-    if S + C > config.max_positions:
+    if config.max_positions < S + C:
         raise ValueError(
             f"prompts of {S} tokens and {C} new ones make {S + C} positions, over the "
             f"model's max_positions={config.max_positions}; shorten one of them."

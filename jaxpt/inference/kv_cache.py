@@ -4,6 +4,7 @@ The prompt's keys and values are computed once and kept once, however many compl
 sampled from it. Both records are contexts of the forward function (`models.attention`).
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -93,7 +94,7 @@ class DecodeContext:
             layers = [put(*pair) for pair in zip(self.layers, new)]
         else:
             layers = put(self.layers, new)
-        return self.replace(layers=layers, step=self.step + 1)
+        return dataclasses.replace(self, layers=layers, step=self.step + 1)
 
 
 def _put(keys: jax.Array, values: jax.Array, new: Any, step: jax.Array):

@@ -36,9 +36,7 @@ class MoEConfig:
     normalize_weights: bool = True
 
     def __post_init__(self):
-        _require_positive(
-            self, "num_experts", "experts_per_token", "intermediate_size"
-        )
+        _require_positive(self, "num_experts", "experts_per_token", "intermediate_size")
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token={self.experts_per_token} must lie between 1 and "

@@ -15,9 +15,7 @@ def route(
 
     The router computes in float32. Ties go to the lower expert number.
     """
-    logits = jnp.einsum(
-        "...D,DE->...E", x.astype(jnp.float32), router.astype(jnp.float32)
-    )
+    logits = jnp.einsum("...D,DE->...E", x.astype(jnp.float32), router.astype(jnp.float32))
     weights, experts = jax.lax.top_k(jax.nn.softmax(logits), config.experts_per_token)
     if config.normalize_weights:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -51,5 +49,5 @@ def expert_load(routes: jax.Array, mask: jax.Array, num_experts: int) -> jax.Arr
 
 
 def load_imbalance(load: jax.Array) -> jax.Array:
-    """The busiest expert's load over the mean, per layer; load: [L, E] -> [L]; 1 is even."""
+    """The busiest expert's load over the mean; load: [L, E] -> [L]; 1 is even."""
     return jnp.max(load, axis=-1) / jnp.maximum(jnp.mean(load, axis=-1), 1e-9)

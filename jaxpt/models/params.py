@@ -77,18 +77,14 @@ def shardings(specs: Any, mesh: Mesh) -> Any:
 def shapes(specs: Any, mesh: Mesh, dtype: Any = jnp.float32) -> Any:
     """The parameters as ShapeDtypeStructs with shardings: to restore or to lower with."""
     return jax.tree.map(
-        lambda spec, sharding: jax.ShapeDtypeStruct(
-            spec.shape, dtype, sharding=sharding
-        ),
+        lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding),
         specs,
         shardings(specs, mesh),
         is_leaf=is_spec,
     )
 
 
-def init_params(
-    seed: int, specs: Any, mesh: Mesh, dtype: Any = jnp.float32
-) -> Params:
+def init_params(seed: int, specs: Any, mesh: Mesh, dtype: Any = jnp.float32) -> Params:
     """Fresh parameters, placed in their shards.
 
     A parameter's values depend on the seed, its name and its shape alone: adding one leaves

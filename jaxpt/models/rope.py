@@ -17,7 +17,7 @@ def cos_sin(
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns the pairs (i, i + head_dim/2) of every head; x: BTHK, cos and sin: [B, T, K/2]."""
+    """Turns each head's pairs (i, i + head_dim/2); x: BTHK, cos and sin: [B, T, K/2]."""
     cos, sin = cos[:, :, None], sin[:, :, None]
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate(

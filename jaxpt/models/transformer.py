@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxpt import mesh as mesh_lib
 from jaxpt.models import layers, moe, rope
 from jaxpt.models.attention import Context, attention_block
-from jaxpt.models.config import MoEConfig, ModelConfig
+from jaxpt.models.config import ModelConfig, MoEConfig
 from jaxpt.models.params import Params, ParamSpec, normal, ones
 
 
@@ -23,12 +23,8 @@ def param_specs(config: ModelConfig) -> dict[str, Any]:
     block = {
         "input_layernorm": ParamSpec((L, D), ("layers", "embed"), ones),
         "q_proj": ParamSpec((L, D, H, K), ("layers", "embed", "heads", "head"), into),
-        "k_proj": ParamSpec(
-            (L, D, N, K), ("layers", "embed", "kv_heads", "head"), into
-        ),
-        "v_proj": ParamSpec(
-            (L, D, N, K), ("layers", "embed", "kv_heads", "head"), into
-        ),
+        "k_proj": ParamSpec((L, D, N, K), ("layers", "embed", "kv_heads", "head"), into),
+        "v_proj": ParamSpec((L, D, N, K), ("layers", "embed", "kv_heads", "head"), into),
         "o_proj": ParamSpec(
             (L, H, K, D), ("layers", "heads", "head", "embed"), out_of_attention
         ),
@@ -54,9 +50,7 @@ def param_specs(config: ModelConfig) -> dict[str, Any]:
             block |= {
                 "gate_proj": ParamSpec((L, D, F), ("layers", "embed", "ff"), into),
                 "up_proj": ParamSpec((L, D, F), ("layers", "embed", "ff"), into),
-                "down_proj": ParamSpec(
-                    (L, F, D), ("layers", "ff", "embed"), out_of_ff
-                ),
+                "down_proj": ParamSpec((L, F, D), ("layers", "ff", "embed"), out_of_ff),
             }
     specs = {
         "embed_tokens": ParamSpec((V, D), ("vocab", "embed"), normal(0.02)),
@@ -108,9 +102,7 @@ def forward(
                 x, layer_params["post_attention_layernorm"], config.norm_epsilon
             )
             if isinstance(config.feed_forward, MoEConfig):
-                out, routes = moe.moe_block(
-                    normed, layer_params, config.feed_forward, mesh
-                )
+                out, routes = moe.moe_block(normed, layer_params, config.feed_forward, mesh)
             else:
                 routes = None
                 out = layers.swiglu(

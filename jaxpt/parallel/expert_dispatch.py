@@ -105,9 +105,7 @@ def _local_ffn(
     gate = jnp.einsum("nbd,ndf->nbf", rows, jnp.einsum("ne,edf->ndf", select, gate_proj))
     up = jnp.einsum("nbd,ndf->nbf", rows, jnp.einsum("ne,edf->ndf", select, up_proj))
     hidden = jax.nn.silu(gate) * up
-    out = jnp.einsum(
-        "nbf,nfd->nbd", hidden, jnp.einsum("ne,efd->nfd", select, down_proj)
-    )
+    out = jnp.einsum("nbf,nfd->nbd", hidden, jnp.einsum("ne,efd->nfd", select, down_proj))
     out = out.reshape(num_blocks * block, D)
     chosen = out.at[slot].get(mode="fill", fill_value=0).reshape(N, k, D)
     return jnp.einsum("nk,nkd->nd", weights, chosen)

@@ -102,9 +102,7 @@ class CallbackQueue:
 
     def _put(self, newly_done, rows, tokens, lengths) -> None:
         # Runs on a thread of the runtime: copy and leave.
-        self._arrivals.put(
-            tuple(np.array(x) for x in (newly_done, rows, tokens, lengths))
-        )
+        self._arrivals.put(tuple(np.array(x) for x in (newly_done, rows, tokens, lengths)))
 
     def _forward_arrivals(self) -> None:
         while (arrival := self._arrivals.get()) is not None:
@@ -125,6 +123,7 @@ class CallbackQueue:
             if row in self._futures:
                 raise RuntimeError(f"row {row} ended twice in one batch.")
             submit = self._submit
+        assert submit is not None, "rows are expected only once a batch is open"
         future = submit(row, tokens)
         with self._changed:
             self._futures[row] = future

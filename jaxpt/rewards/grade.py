@@ -14,9 +14,7 @@ from jaxpt.types import (
 from sandbox.protocol import Result
 
 
-def total_reward(
-    components: Mapping[str, float], weights: Mapping[str, float]
-) -> Reward:
+def total_reward(components: Mapping[str, float], weights: Mapping[str, float]) -> Reward:
     """Weighs the components; one with no weight counts 0 but is kept to be seen.
 
     Raises:
@@ -31,9 +29,7 @@ def total_reward(
     return Reward(components=dict(components), total=float(total))
 
 
-def outcome(
-    result: Result, *, weights: Mapping[str, float], finished: bool
-) -> Outcome:
+def outcome(result: Result, *, weights: Mapping[str, float], finished: bool) -> Outcome:
     """The outcome of an episode, from its sandbox's result.
 
     An episode whose program did not run to a valid artifact (`policy_fail`) has every

@@ -41,7 +41,5 @@ def adamw(
         )
     return optax.chain(
         optax.clip_by_global_norm(max_gradient_norm),
-        optax.adamw(
-            schedule, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay
-        ),
+        optax.adamw(schedule, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay),
     )

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpt.rl.losses import TokenLoss
 from jaxpt.types import Batch
@@ -32,10 +33,20 @@ class TrainState:
 
 
 def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    # Jitted so that the moments get the parameters' shardings.
-    opt_state = jax.jit(optimizer.init)(params)
+    """The state before the first update; moments lie where their parameters do."""
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
+    opt_shardings = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, params),
+        shardings,
+        transform_non_params=lambda _: replicated,
+    )
     return TrainState(
-        params=params, opt_state=opt_state, step=jnp.zeros((), jnp.int32)
+        params=params,
+        opt_state=jax.jit(optimizer.init, out_shardings=opt_shardings)(params),
+        step=jax.device_put(jnp.zeros((), jnp.int32), replicated),
     )
 
 

@@ -93,9 +93,7 @@ class Sampler:
         """
         G = config.group_size
         tokens, lengths = self._padded(prompts, config)
-        temperatures = np.full(
-            config.num_prompts, config.sampling.temperature, np.float32
-        )
+        temperatures = np.full(config.num_prompts, config.sampling.temperature, np.float32)
 
         def submit(row: int, tokens: np.ndarray):
             return self._submit(prompts[row // G], tokens, f"{episode_id}/{row}")
@@ -124,10 +122,7 @@ class Sampler:
         with timed(clock, "reward"):
             outcomes = self.queue.collect()
         return [
-            [
-                self._trajectory(prompt, samples, p, g, outcomes[p * G + g])
-                for g in range(G)
-            ]
+            [self._trajectory(prompt, samples, p, g, outcomes[p * G + g]) for g in range(G)]
             for p, prompt in enumerate(prompts)
         ]
 

@@ -163,7 +163,7 @@ class LocalBackend:
             arguments,
             env={"PATH": _ENVIRONMENT["PATH"]},
             cwd="/",
-            preexec_fn=before_exec,
+            preexec_fn=before_exec,  # noqa: PLW1509  (a worker has one thread)
             pass_fds=(3, *pass_fds),
             **more,
         )
@@ -336,6 +336,7 @@ def _pump(
     on only for what is already in it.
     """
     with selectors.DefaultSelector() as selector:
+        assert process.stdin is not None
         for stream in captures:
             os.set_blocking(stream.fileno(), False)
             selector.register(stream, selectors.EVENT_READ)

@@ -1,4 +1,8 @@
-"""One GRPO step with jaxpt on the workload of grpo_step.py; prints one JSON line."""
+"""Times one GRPO step on a small dense model; prints one JSON line.
+
+Qwen3-shaped, 854,400 parameters, float32 on CPU: 4 prompts x 8 samples x 64 new tokens, Adam
+1e-3, no KL, reward = share of the letter `a`. The argument is the number of steps.
+"""
 
 import functools
 import json
@@ -8,6 +12,7 @@ import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpt import mesh as mesh_lib
@@ -93,7 +98,7 @@ for step in range(STEPS + 1):
             reward[p, g] = np.sum(text == ord("a") + 4) / max(1, len(text))
     rewards.append(round(float(reward.mean()), 4))
     credit = np.asarray(
-        advantages.group_relative(reward, np.ones_like(reward, bool))
+        advantages.group_relative(jnp.asarray(reward), jnp.ones(reward.shape, bool))
     )
     groups = []
     for p in range(PROMPTS):

@@ -46,9 +46,7 @@ class Programming:
     num_examples: int = 1
     num_tests: int = 8
     name: str = "programming"
-    weights: Mapping[str, float] = dataclasses.field(
-        default_factory=lambda: {"tests": 1.0}
-    )
+    weights: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"tests": 1.0})
     limits: Limits = Limits(
         wall_seconds=20.0,
         cpu_seconds=2,
@@ -129,9 +127,7 @@ def solution_text(program: Program) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _examples(
-    chooser: random.Random, program: Program, count: int
-) -> list[Any]:
+def _examples(chooser: random.Random, program: Program, count: int) -> list[Any]:
     """Inputs to show, different ones and short together with their outputs."""
     kind = program[0].operation.takes
     chosen: list[Any] = []

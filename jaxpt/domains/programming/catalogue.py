@@ -50,10 +50,18 @@ def _of_numbers() -> list[Operation]:
 
     add = op("add", "x + {0}", lambda x, k: x + k, ["add {0}", "plus {0}"], _DIGITS)
     subtract = op(
-        "subtract", "x - {0}", lambda x, k: x - k, ["subtract {0}", "minus {0}"], _DIGITS
+        "subtract",
+        "x - {0}",
+        lambda x, k: x - k,
+        ["subtract {0}", "minus {0}"],
+        _DIGITS,
     )
     multiply = op(
-        "multiply", "x * {0}", lambda x, k: x * k, ["multiply by {0}", "times {0}"], _FACTORS
+        "multiply",
+        "x * {0}",
+        lambda x, k: x * k,
+        ["multiply by {0}", "times {0}"],
+        _FACTORS,
     )
     negate = op("negate", "-x", lambda x: -x, ["negate it", "flip its sign"])
     above = Condition(
@@ -71,7 +79,10 @@ def _of_numbers() -> list[Operation]:
         constants=(_DIGITS,),
     )
     even = Condition(
-        name="even", phrasing="it is even", code="x % 2 == 0", holds=lambda x: x % 2 == 0
+        name="even",
+        phrasing="it is even",
+        code="x % 2 == 0",
+        holds=lambda x: x % 2 == 0,
     )
     return [
         add,
@@ -142,9 +153,7 @@ def _of_sequences(takes: str, items: str) -> list[Operation]:
     def op(word, code, apply, phrasings, *constants, gives=takes):
         return _operation(takes, word, code, apply, phrasings, *constants, gives=gives)
 
-    reverse = op(
-        "reverse", "x[::-1]", lambda x: x[::-1], ["reverse it", "turn it around"]
-    )
+    reverse = op("reverse", "x[::-1]", lambda x: x[::-1], ["reverse it", "turn it around"])
     first = op(
         "first",
         "x[:{0}]",
@@ -198,7 +207,13 @@ def _of_sequences(takes: str, items: str) -> list[Operation]:
             lambda x: x + x[::-1],
             ["mirror it", "append its reverse"],
         ),
-        op("length", "len(x)", len, ["take its length", f"count its {items}"], gives=INT),
+        op(
+            "length",
+            "len(x)",
+            len,
+            ["take its length", f"count its {items}"],
+            gives=INT,
+        ),
         conditional(longer, reverse, double),
         conditional(longer, first, reverse),
     ]
@@ -211,7 +226,12 @@ def _of_words() -> list[Operation]:
     return [
         op("upper", "x.upper()", str.upper, ["uppercase it", "make it uppercase"]),
         op("lower", "x.lower()", str.lower, ["lowercase it", "make it lowercase"]),
-        op("swap_case", "x.swapcase()", str.swapcase, ["swap its case", "flip its case"]),
+        op(
+            "swap_case",
+            "x.swapcase()",
+            str.swapcase,
+            ["swap its case", "flip its case"],
+        ),
         op(
             "append",
             "x + {0}",

@@ -47,9 +47,7 @@ PROBES: dict[str, tuple[Any, ...]] = {
     STR: (
         "",
         *(
-            "".join(
-                _PROBES.choice("abcdxyzAB") for _ in range(_PROBES.randint(1, 8))
-            )
+            "".join(_PROBES.choice("abcdxyzAB") for _ in range(_PROBES.randint(1, 8)))
             for _ in range(31)
         ),
     ),
@@ -97,7 +95,7 @@ def is_trivial(behaviour: tuple[str, ...]) -> bool:
     return len(set(outputs)) < 4 or outputs == inputs
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def is_reserved(first: str, second: str) -> bool:
     """Whether training never composes these two operations in this order."""
     digest = hashlib.sha256(f"{first} then {second}".encode()).digest()
@@ -107,7 +105,7 @@ def is_reserved(first: str, second: str) -> bool:
 def split_of(program: Program, signature: tuple[str, ...]) -> str | None:
     """The split that may contain the program; None if neither may."""
     names = [step.operation.name for step in program]
-    reserved = any(is_reserved(a, b) for a, b in zip(names, names[1:]))
+    reserved = any(is_reserved(a, b) for a, b in itertools.pairwise(names))
     held_out = bucket(signature) == 0
     if reserved != held_out:
         return None
@@ -132,7 +130,7 @@ def draw(
     while True:
         program = random_program(chooser, min_steps, max_steps)
         names = [step.operation.name for step in program]
-        reserved = any(is_reserved(a, b) for a, b in zip(names, names[1:]))
+        reserved = any(is_reserved(a, b) for a, b in itertools.pairwise(names))
         if reserved != (split == HELDOUT):
             continue
         signature = behaviour(program)

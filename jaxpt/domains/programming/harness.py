@@ -32,7 +32,7 @@ def outcomes(inputs):
     try:
         with open("solution.py", encoding="utf-8", errors="surrogateescape") as file:
             source = file.read()
-        space = {"__name__": "solution"}
+        space: dict = {"__name__": "solution"}
         exec(compile(source, "solution.py", "exec"), space)
         function = space["f"]
     except BaseException as error:

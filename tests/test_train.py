@@ -1,0 +1,199 @@
+"""The main job in miniature, as a user starts it: runs, killed runs, and refused runs."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = (
+    "WARM_START_STEPS = 4",
+    "STEPS = 5",
+    "supervised/optimizer.adamw.warmup_steps = 1",
+    "train.SupervisedConfig.batch_size = 8",
+    "train.SupervisedConfig.num_examples = 40",
+    "config.ModelConfig.hidden_size = 32",
+    "config.ModelConfig.num_layers = 1",
+    "config.ModelConfig.head_dim = 8",
+    "config.MoEConfig.intermediate_size = 16",
+    "episodes.RolloutConfig.num_prompts = 4",
+    "episodes.RolloutConfig.group_size = 2",
+    "episodes.RolloutConfig.max_new_tokens = 12",
+    "evaluate.EvaluationConfig.num_tasks = 6",
+    "evaluate.EvaluationConfig.batch_size = 4",
+    "train.CheckpointConfig.every = 1",
+    # A fresh model passes no test, so every group would be uniform and nothing learnt.
+    "train.ReinforcementConfig.advantage_fn = @tiny_advantages.by_length",
+    "train.ReinforcementConfig.skip_uniform_groups = False",
+)
+
+
+def command(workdir, *bindings, tiny=TINY, files=("configs/runs/quickstart.gin",)):
+    arguments = [sys.executable, str(ROOT / "scripts" / "train.py")]
+    for file in files:
+        arguments += ["--gin_file", str(file)]
+    for binding in (*tiny, *bindings):
+        arguments += ["--gin_bindings", binding]
+    return [*arguments, "--workdir", str(workdir)]
+
+
+def environment(devices=1):
+    return os.environ | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+
+
+@pytest.fixture
+def extra_config(tmp_path):
+    """Gives the tiny runs an advantage that is never all zeros."""
+    path = tmp_path / "extra.gin"
+    path.write_text(
+        "from __gin__ import dynamic_registration\nimport tiny_advantages\n"
+        "tiny_advantages.by_length.scale = 1.0\n"
+    )
+    return ("configs/runs/quickstart.gin", path)
+
+
+def run(workdir, *bindings, files, devices=1, expect=0):
+    done = subprocess.run(
+        command(workdir, *bindings, files=files),
+        env=environment(devices),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == expect, done.stderr[-3000:]
+    return done
+
+
+def summary(workdir):
+    return json.loads((workdir / "summary.json").read_text())
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_times(record):
+    return {k: v for k, v in record.items() if "seconds" not in k and k != "attempts"}
+
+
+def test_a_run_killed_three_times_ends_as_the_undisturbed_one(tmp_path, extra_config):
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    start = time.monotonic()
+    done = run(undisturbed, files=extra_config)
+    lasted = time.monotonic() - start
+    want = summary(undisturbed)
+
+    chooser = random.Random()
+    kills = []
+    while len(kills) < 3:
+        process = subprocess.Popen(
+            command(disturbed, files=extra_config),
+            env=environment(),
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        # Early enough that there is something left to be killed.
+        moment = chooser.uniform(0.25, 0.6) * lasted
+        try:
+            process.wait(timeout=moment)
+        except subprocess.TimeoutExpired:
+            pass
+        else:
+            break  # faster than the first one: it has ended undisturbed
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills.append(moment)
+    run(disturbed, files=extra_config)
+    got = summary(disturbed)
+    assert kills, "the run was never killed"
+    assert got["params_sha256"] == want["params_sha256"], kills
+    for name in ("outcomes", "programs_executed", "steps", "heldout_pass_after"):
+        assert got[name] == want[name], (name, kills)
+    for file in ("metrics.jsonl", "trajectories.jsonl"):
+        assert [without_times(r) for r in records(disturbed / file)] == [
+            without_times(r) for r in records(undisturbed / file)
+        ]
+
+    # What a run leaves behind.
+    assert want["steps"] == 5
+    assert want["programs_executed"] == 5 * 8 + 4 * 6
+    assert sum(want["outcomes"].values()) == want["programs_executed"]
+    assert 0 < want["max_logprob_gap"] <= 1e-5
+    for file in ("config.gin", "operative_config.gin", "reward.png"):
+        assert (undisturbed / file).stat().st_size > 0
+    assert "clip_high" in (undisturbed / "operative_config.gin").read_text()
+    assert list((undisturbed / "tensorboard").iterdir())
+    assert "Held-out tasks" in done.stdout and "TensorBoard" in done.stdout
+    episode = records(undisturbed / "trajectories.jsonl")[0]
+    assert {"prompt", "completion", "outcome", "components", "why"} <= set(episode)
+
+
+def test_a_mesh_of_eight_learns_the_same(tmp_path, extra_config):
+    one, eight = tmp_path / "one", tmp_path / "eight"
+    short = ("STEPS = 2", "WARM_START_STEPS = 2")
+    run(one, *short, files=extra_config)
+    mesh = [f"mesh.MeshConfig.{axis} = 2" for axis in ("data", "expert", "tensor")]
+    run(eight, *short, *mesh, files=extra_config, devices=8)
+    for a, b in zip(records(one / "metrics.jsonl"), records(eight / "metrics.jsonl")):
+        for name in ("loss", "gradient_norm", "entropy"):
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6)
+
+
+def test_sigterm_saves_and_leaves(tmp_path, extra_config):
+    workdir = tmp_path / "run"
+    process = subprocess.Popen(
+        command(workdir, "train.CheckpointConfig.every = 1000", files=extra_config),
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 300
+    metrics = workdir / "metrics.jsonl"
+    while not (workdir / "config.gin").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=300) == 128 + signal.SIGTERM
+    assert any((workdir / "checkpoints").iterdir())
+    assert metrics.exists()
+
+
+@pytest.mark.parametrize(
+    ("bindings", "devices", "message"),
+    [
+        (("train.train.sede = 1",), 1, "sede"),
+        (("mesh.MeshConfig.data = 3",), 1, "The mesh data=3 has 3 device(s)"),
+        ((), 8, "The mesh data=1 has 1 device(s)"),
+        (("episodes.RolloutConfig.max_prompt_length = 8",), 1, "max_prompt_length=8"),
+        (("train.Rows.length = 9",), 1, "row"),
+    ],
+)
+def test_input_that_can_not_be_run_is_one_line_and_exit_code_2(
+    tmp_path, extra_config, bindings, devices, message
+):
+    done = run(tmp_path / "run", *bindings, files=extra_config, devices=devices, expect=2)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ") and message in last
+    assert "Traceback" not in done.stderr
+
+
+def test_a_workdir_of_another_run_is_refused(tmp_path, extra_config):
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    (workdir / "config.gin").write_text("train.train.seed = 5\n")
+    done = run(workdir, files=extra_config, expect=2)
+    assert "holds a run of another configuration" in done.stderr
+    assert sorted(p.name for p in workdir.iterdir()) == ["config.gin"]
