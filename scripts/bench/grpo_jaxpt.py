@@ -1,7 +1,7 @@
 """Times one GRPO step on a small dense model; prints one JSON line.
 
-Qwen3-shaped, 854,400 parameters, float32 on CPU: 4 prompts x 8 samples x 64 new tokens, Adam
-1e-3, no KL, reward = share of the letter `a`. The argument is the number of steps.
+Qwen3-shaped, 854,400 parameters, float32 on CPU: 4 prompts x 8 samples x 64 new tokens,
+Adam 1e-3, no KL, reward = share of the letter `a`. The argument is the number of steps.
 """
 
 import functools
