@@ -58,7 +58,7 @@ def main() -> int:
         "",
         "## The main job",
         "",
-        "`configs/runs/quickstart.gin`: pass@1 on held-out tasks before and after reinforcement.",
+        "`configs/runs/quickstart.gin`: pass@1 on held-out tasks before and after RL.",
         "",
         "| " + " | ".join(title for title, _ in COLUMNS) + " |",
         "|" + "---|" * len(COLUMNS),
@@ -67,7 +67,7 @@ def main() -> int:
             for row in rows
         ),
         "",
-        "![Reward, pass rate, entropy, logprob gap and seconds of the first run](reward.png)",
+        "![Reward, pass rate, entropy, logprob gap and seconds](reward.png)",
         "",
     ]
     DOCS.mkdir(exist_ok=True)
