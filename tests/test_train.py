@@ -89,9 +89,7 @@ def without_times(record):
 
 def test_a_run_killed_three_times_ends_as_the_undisturbed_one(tmp_path, extra_config):
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    start = time.monotonic()
     done = run(undisturbed, files=extra_config)
-    lasted = time.monotonic() - start
     want = summary(undisturbed)
 
     chooser = random.Random()
@@ -104,20 +102,20 @@ def test_a_run_killed_three_times_ends_as_the_undisturbed_one(tmp_path, extra_co
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        # Early enough that there is something left to be killed.
-        moment = chooser.uniform(0.25, 0.6) * lasted
-        try:
-            process.wait(timeout=moment)
-        except subprocess.TimeoutExpired:
-            pass
-        else:
-            break  # faster than the first one: it has ended undisturbed
+        # At a random moment within a random step, of those not yet taken.
+        steps = len(kills) * 2 + chooser.randint(1, 2)
+        metrics = disturbed / "metrics.jsonl"
+        while process.poll() is None:
+            if metrics.exists() and metrics.read_bytes().count(b"\n") >= steps:
+                break
+            time.sleep(0.005)
+        time.sleep(chooser.uniform(0, 0.5))
+        assert process.poll() is None, (process.returncode, kills)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        kills.append(moment)
+        kills.append(steps)
     run(disturbed, files=extra_config)
     got = summary(disturbed)
-    assert kills, "the run was never killed"
     assert got["params_sha256"] == want["params_sha256"], kills
     for name in ("outcomes", "programs_executed", "steps", "heldout_pass_after"):
         assert got[name] == want[name], (name, kills)
