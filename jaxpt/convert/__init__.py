@@ -1,0 +1,1 @@
+"""Checkpoints of other programs, in and out: Hugging Face safetensors and GGUF."""
