@@ -24,6 +24,17 @@ def apply(limits: Limits, *, cpu: bool) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
 
 
+def volunteer_when_memory_runs_out() -> None:
+    """Lets the kernel kill this process and its children before any other.
+
+    Memory that no limit counts (shared segments, many processes) may fill the machine,
+    and should not cost the trainer then. A child can take it back, unless this process
+    has CAP_SYS_RESOURCE; a bound on the whole needs cgroups.
+    """
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
 class Capture:
     """Keeps the head and the tail of a stream, and counts all of it."""
 

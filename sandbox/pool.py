@@ -1,7 +1,8 @@
 """A pool of worker processes: jobs in, futures of results out.
 
-A worker that dies or stops answering is replaced and its job tried again; what fails for
-reasons of ours every time comes back as `infra_fail` or `grader_fail`, never as a score.
+A worker that dies or stops answering is replaced and its job tried again; what fails
+for reasons of ours every time comes back as `infra_fail` or `grader_fail`, never as a
+score.
 """
 
 import collections
@@ -10,7 +11,6 @@ import dataclasses
 import json
 import os
 import queue
-import select
 import subprocess
 import sys
 import threading
@@ -18,16 +18,19 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
+from sandbox import self_check
 from sandbox.backends.local import SandboxUnavailable
-from sandbox.protocol import Execution, Grading, Job, Limits, Output, Result
+from sandbox.lines import Lines, LineTooLong
+from sandbox.protocol import Job, Output, ProtocolError, Result
 
 _STARTUP_SECONDS = 60.0
 _SLACK_SECONDS = 20.0  # beyond a job's own limits, before its worker counts as stuck
 _RESULTS_KEPT = 4096
+_MAX_RESULT_BYTES = 64 << 20
 
 
 class WorkerLost(RuntimeError):
-    """The worker is gone; `reason` is the code for the result."""
+    """The worker is of no more use; `reason` is the code for the result."""
 
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -57,20 +60,25 @@ class Pool:
         )
         self._closed = False
         self._workers = [_WorkerProcess(number) for number in range(num_workers)]
-        self._threads: list[threading.Thread] = []
-        try:
-            _self_check(self._workers[0])
-        except BaseException:
-            self._workers[0].kill()
-            raise
         self._threads = [
             threading.Thread(
                 target=self._serve, args=(worker,), name="sandbox-pool", daemon=True
             )
             for worker in self._workers
         ]
-        for thread in self._threads:
-            thread.start()
+        # A job like any other, as a worker lives no longer than the thread that started
+        # it, so that must not be the caller's.
+        check = self.submit(self_check.job())
+        try:
+            for thread in self._threads:
+                thread.start()
+            missing = self_check.missing(check.result())
+        except BaseException:
+            self.close()
+            raise
+        if missing:
+            self.close()
+            raise SandboxUnavailable(missing)
 
     def __enter__(self) -> "Pool":
         return self
@@ -81,12 +89,13 @@ class Pool:
     @property
     def worker_pids(self) -> list[int]:
         """Process ids of the workers that are up."""
-        return [worker.pid for worker in self._workers if worker.pid is not None]
+        return [pid for worker in self._workers if (pid := worker.pid) is not None]
 
     def submit(self, job: Job) -> "Future[Result]":
         """The result to come; never blocks, and the future never raises.
 
-        A job_id seen before gets the same future (the last few thousand are known).
+        A job_id seen before gets the same future (the last few thousand are known). Not
+        yet begun, a job can be cancelled by its future.
         """
         with self._lock:
             if job.job_id in self._futures:
@@ -99,7 +108,7 @@ class Pool:
                     break
                 del self._futures[oldest]
             if self._closed:
-                future.set_result(_failed(job, "pool_closed", ""))
+                future.set_result(_failed(job, "pool_closed"))
             else:
                 self._jobs.put((job, future, time.monotonic()))
         return future
@@ -113,49 +122,53 @@ class Pool:
         for _ in self._threads:
             self._jobs.put(None)
         for worker in self._workers:
-            worker.kill()
+            worker.close()
         for thread in self._threads:
-            thread.join()
-        for worker in self._workers:
-            worker.kill()
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join()
         with contextlib.suppress(queue.Empty):
             while True:
-                entry = self._jobs.get_nowait()
-                if entry is not None:
-                    entry[1].set_result(_failed(entry[0], "pool_closed", ""))
+                self._serve_one(None, self._jobs.get_nowait())
 
     def _serve(self, worker: "_WorkerProcess") -> None:
         while (entry := self._jobs.get()) is not None:
-            job, future, submitted = entry
-            waited = time.monotonic() - submitted
-            result = self._attempts(worker, job)
-            seconds = {"queue": waited, **result.seconds}
-            future.set_result(dataclasses.replace(result, seconds=seconds))
-        worker.kill()
+            self._serve_one(worker, entry)
+        worker.discard()
+
+    def _serve_one(self, worker: "_WorkerProcess | None", entry) -> None:
+        if entry is None:
+            return
+        job, future, submitted = entry
+        if not future.set_running_or_notify_cancel():
+            return
+        waited = time.monotonic() - submitted
+        result = self._attempts(worker, job) if worker else _failed(job, "pool_closed")
+        seconds = {"queue": waited, **result.seconds}
+        future.set_result(dataclasses.replace(result, seconds=seconds))
 
     def _attempts(self, worker: "_WorkerProcess", job: Job) -> Result:
-        result = _failed(job, "pool_closed", "")
+        result = _failed(job, "pool_closed")
         for attempt in range(1, self._max_attempts + 1):
             if self._closed:
-                return _failed(job, "pool_closed", "")
+                return _failed(job, "pool_closed")
             try:
                 result = worker.run(job)
             except WorkerLost as error:
-                worker.kill()
+                worker.discard()
                 result = _failed(job, error.reason, str(error))
-            except Exception as error:  # a job that can't be sent, or a bug of ours
-                worker.kill()
+            except Exception as error:  # the future never raises, so it must resolve
+                worker.discard()
                 result = _failed(job, "sandbox_failed", repr(error))
             result = dataclasses.replace(result, attempts=attempt)
             if result.outcome not in ("infra_fail", "grader_fail"):
                 break
         if self._closed and result.outcome == "infra_fail":
-            return _failed(job, "pool_closed", "")
+            return _failed(job, "pool_closed")
         return result
 
 
-def _failed(job: Job, reason: str, detail: str) -> Result:
-    encoded = detail.encode()
+def _failed(job: Job, reason: str, detail: str = "") -> Result:
+    encoded = detail.encode(errors="replace")
     return Result(
         job_id=job.job_id,
         outcome="infra_fail",
@@ -165,15 +178,17 @@ def _failed(job: Job, reason: str, detail: str) -> Result:
 
 
 class _WorkerProcess:
-    """One worker, started when it is needed and anew after it was lost."""
+    """One worker, started when it is needed and anew after it was lost.
+
+    `close` and `pid` may be used from any thread, the rest from one.
+    """
 
     def __init__(self, number: int):
         self._number = number
         self._process: subprocess.Popen | None = None
-        self._mount_point: str | None = None
-        self._pending = b""
-        # Guards starting against killing from another thread.
-        self._lock = threading.Lock()
+        self._lines: Lines | None = None
+        self._closed = False
+        self._lock = threading.Lock()  # starting against closing
 
     @property
     def pid(self) -> int | None:
@@ -182,26 +197,26 @@ class _WorkerProcess:
 
     def run(self, job: Job) -> Result:
         """Raises WorkerLost if the worker does not give the job's result."""
-        process = self._started()
-        limits = [job.grading.limits.wall_seconds]
+        seconds = job.grading.limits.wall_seconds + _SLACK_SECONDS
         if job.execution is not None:
-            limits.append(job.execution.limits.wall_seconds)
+            seconds += job.execution.limits.wall_seconds
+        lines = self._started()
+        result_line = self._ask(lines, job.to_json().encode(), seconds)
         try:
-            process.stdin.write(job.to_json().encode() + b"\n")
-            process.stdin.flush()
-        except (BrokenPipeError, ValueError) as error:
-            raise WorkerLost("worker_died") from error
-        line = self._read_line(process, sum(limits) + _SLACK_SECONDS)
-        result = Result.from_json(line)
+            result = Result.from_json(result_line)
+        except ProtocolError as error:
+            raise WorkerLost("worker_died", f"it answered nonsense: {error}") from error
         if result.job_id != job.job_id:
             raise WorkerLost("worker_died", f"it answered for {result.job_id!r}")
         return result
 
-    def _started(self) -> subprocess.Popen:
-        if self._process is not None:
-            return self._process
+    def _started(self) -> Lines:
+        if self._lines is not None:
+            return self._lines
         package_folder = str(Path(__file__).parent.parent)
         with self._lock:
+            if self._closed:
+                raise WorkerLost("pool_closed")
             process = self._process = subprocess.Popen(
                 [sys.executable, "-m", "sandbox.worker", str(self._number)],
                 stdin=subprocess.PIPE,
@@ -210,93 +225,61 @@ class _WorkerProcess:
                 cwd="/",
                 env={"PATH": os.environ.get("PATH", ""), "PYTHONPATH": package_folder},
             )
-        self._pending = b""
-        line = self._read_line(process, _STARTUP_SECONDS)
-        self._mount_point = json.loads(line)["ready"]
-        return process
+        assert process.stdin and process.stdout
+        lines = Lines(
+            process.stdout.fileno(),
+            process.stdin.fileno(),
+            max_bytes=_MAX_RESULT_BYTES,
+        )
+        hello = json.loads(self._ask(lines, None, _STARTUP_SECONDS))
+        if "unavailable" in hello:
+            raise WorkerLost("sandbox_failed", hello["unavailable"])
+        self._lines = lines
+        return lines
 
-    def _read_line(self, process: subprocess.Popen, seconds: float) -> bytes:
+    def _ask(self, lines: Lines, line: bytes | None, seconds: float) -> bytes:
+        """Sends a line, if there is one, and returns the next that comes back."""
         deadline = time.monotonic() + seconds
-        descriptor = process.stdout.fileno()
-        while b"\n" not in self._pending:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-                raise WorkerLost("worker_unresponsive", f"no answer in {seconds:.0f} s")
-            data = os.read(descriptor, 1 << 20)
-            if not data:
-                said = process.stderr.read()[-2000:].decode(errors="replace")
-                raise WorkerLost("worker_died", said)
-            self._pending += data
-        line, _, self._pending = self._pending.partition(b"\n")
-        return line
+        try:
+            if line is not None:
+                lines.send(line, deadline)
+            return lines.receive(deadline)
+        except TimeoutError as error:
+            detail = f"no answer in {seconds:.0f} s"
+            raise WorkerLost("worker_unresponsive", detail) from error
+        except EOFError as error:
+            raise WorkerLost("worker_died", self._last_words()) from error
+        except LineTooLong as error:
+            raise WorkerLost("worker_died", str(error)) from error
 
-    def kill(self) -> None:
-        """Ends the worker and with it its sandboxes; safe from any thread."""
+    def _last_words(self) -> str:
+        """What a worker that has ended said on stderr."""
+        self._kill()
+        assert self._process and self._process.stderr
+        os.set_blocking(self._process.stderr.fileno(), False)
+        said = self._process.stderr.read() or b""
+        return said[-2000:].decode(errors="replace").strip()
+
+    def discard(self) -> None:
+        """Ends the worker and with it its sandboxes; `run` will start another."""
+        process = self._process
+        if process is None:
+            return
+        self._kill()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            with contextlib.suppress(BrokenPipeError):
+                if stream:
+                    stream.close()
+        self._process = self._lines = None
+
+    def close(self) -> None:
+        """Ends the worker for good; whoever waits for it is told."""
         with self._lock:
-            process = self._process
-            if process is None:
-                return
+            self._closed = True
+        self._kill()
+
+    def _kill(self) -> None:
+        process = self._process
+        if process is not None:
             process.kill()
             process.wait()
-            self._process = None
-            if self._mount_point is not None:
-                with contextlib.suppress(OSError):
-                    os.rmdir(self._mount_point)
-
-
-_CHECK_PROGRAM = b"""
-import os, resource, socket
-seen = {
-    "pid": os.getpid() < 20,
-    "mount": not os.path.exists("/etc/passwd") and not os.access("/usr", os.W_OK),
-    "net": [name for _, name in socket.if_nameindex()] == ["lo"],
-    "user": os.getuid() != 0 or open("/proc/self/uid_map").read().split()[2] == "1",
-    "limits": resource.getrlimit(resource.RLIMIT_NPROC)[1] == 18,
-}
-with open("seen", "w") as file:
-    file.write(" ".join(name for name, good in seen.items() if not good))
-"""
-
-_CHECK_GRADER = """
-def grade(artifacts, payload):
-    missing = artifacts["seen"].decode()
-    return {"components": {"isolated": float(not missing)}, "why": missing}
-"""
-
-
-def _self_check(worker: _WorkerProcess) -> None:
-    """Runs a program that looks for each layer of isolation from the inside.
-
-    Raises:
-      SandboxUnavailable: with what is missing.
-    """
-    job = Job(
-        job_id="self-check",
-        domain="self-check",
-        execution=Execution(
-            command=("python", "-I", "-S", "check.py"),
-            files={"check.py": _CHECK_PROGRAM},
-            artifacts=("seen",),
-            limits=Limits(processes=16, wall_seconds=30),
-        ),
-        grading=Grading(program=_CHECK_GRADER, payload=None),
-    )
-    remedy = (
-        "Allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
-        "user.max_user_namespaces>0) or run as root; the Docker backend is the other way."
-    )
-    try:
-        result = worker.run(job)
-    except WorkerLost as error:
-        raise SandboxUnavailable(
-            f"A sandbox worker did not start: {error} {remedy}"
-        ) from error
-    if result.verdict is None:
-        raise SandboxUnavailable(
-            f"A sandbox could not be made ({result.reason}): "
-            f"{result.stderr.text().strip()} {remedy}"
-        )
-    if result.verdict["why"]:
-        raise SandboxUnavailable(
-            f"Sandboxes here lack: {result.verdict['why']} isolation. {remedy}"
-        )

@@ -16,6 +16,9 @@ from typing import Any
 
 OUTCOMES = ("ok", "truncated", "policy_fail", "infra_fail", "grader_fail")
 
+_MAX_COMMAND_BYTES = 64 << 10  # the kernel takes no word above 128 KiB
+_MAX_ENTRIES = 1024  # files and folders that an execution may bring
+
 
 class ProtocolError(ValueError):
     """A record that is malformed; the message names the field."""
@@ -28,20 +31,29 @@ def _check_path(field: str, path: str) -> None:
         or path != "/".join(parts)
         or path.startswith("/")
         or ".." in parts
-        or len(path.encode(errors="replace")) > 255
+        or not _is_utf8(path)
+        or len(path.encode()) > 255
         or any(ord(c) < 32 for c in path)
     ):
         raise ProtocolError(
             f"{field}: {path[:80]!r} must be a relative path inside the workspace, "
-            "without '..' or control characters, of at most 255 bytes."
+            "without '..' or control characters, of at most 255 bytes of UTF-8."
         )
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
     """What one sandbox may use. Memory and file sizes are per process and per file.
 
-    output_bytes: kept of stdout and of stderr, half from the head and half from the tail.
+    output_bytes: kept of stdout and of stderr, half from the head, half from the tail.
     workspace_bytes: all files of the workspace together.
     """
 
@@ -56,9 +68,11 @@ class Limits:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not (math.isfinite(value) and value > 0):
+            numbers = (int, float) if field.type is float else (int,)
+            if type(value) not in numbers or not 0 < value < math.inf:
                 raise ProtocolError(
-                    f"Limits.{field.name}={value!r} must be positive and finite."
+                    f"Limits.{field.name}={value!r} must be a positive, finite "
+                    f"{'number' if field.type is float else 'integer'}."
                 )
 
 
@@ -66,8 +80,8 @@ class Limits:
 class Execution:
     """A command that runs in a fresh workspace holding `files`.
 
-    "python" as the first word is the sandbox's own interpreter. `artifacts` are the files
-    that cross to the grader, if the command leaves them.
+    "python" as the first word is the sandbox's own interpreter. `artifacts` are the
+    files that the command must leave; they cross to the grader.
     """
 
     command: tuple[str, ...]
@@ -77,19 +91,46 @@ class Execution:
     limits: Limits = Limits()
 
     def __post_init__(self):
+        # What can't be run is refused here: found only by a worker, it would count as a
+        # failure of the infrastructure, which costs an agent nothing.
         if not self.command:
             raise ProtocolError("Execution.command is empty.")
+        if any("\0" in word or not _is_utf8(word) for word in self.command):
+            raise ProtocolError("Execution.command must be UTF-8 without NUL.")
+        size = sum(len(word.encode()) for word in self.command)
+        if size > _MAX_COMMAND_BYTES:
+            raise ProtocolError(
+                f"Execution.command has {size} bytes, more than {_MAX_COMMAND_BYTES}; "
+                "put the text in a file."
+            )
+        folders: set[str] = set()
         for path in self.files:
             _check_path("Execution.files", path)
+            folders |= {str(parent) for parent in PurePosixPath(path).parents}
+        if both := sorted(folders & set(self.files)):
+            raise ProtocolError(f"Execution.files: {both} are files and folders.")
+        if len(self.files) + len(folders) > _MAX_ENTRIES:
+            raise ProtocolError(
+                f"Execution.files has {len(self.files)} files in {len(folders)} "
+                f"folders, more than {_MAX_ENTRIES}."
+            )
+        # A file system in memory holds whole pages.
+        size = sum(-(-len(data) // 4096) * 4096 for data in self.files.values())
+        if size > self.limits.workspace_bytes:
+            raise ProtocolError(
+                f"Execution.files take {size} bytes, more than "
+                f"Limits.workspace_bytes={self.limits.workspace_bytes}."
+            )
         for path in self.artifacts:
             _check_path("Execution.artifacts", path)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grading:
-    """A Python program that defines `grade(artifacts: dict[str, bytes], payload) -> dict`.
+    """A Python program that defines `grade(artifacts, payload) -> dict`.
 
-    The dict is {"components": {name: number in [0, 1]}, "why": str}. Only
+    It gets {name: bytes} and the payload, any JSON value, and returns
+    {"components": {name: number in [0, 1]}, "why": str}. Only
     `limits.wall_seconds` and `limits.memory_bytes` bind a grader.
     """
 
@@ -97,13 +138,21 @@ class Grading:
     payload: Any
     limits: Limits = Limits()
 
+    def __post_init__(self):
+        if not _is_utf8(self.program):
+            raise ProtocolError("Grading.program must be UTF-8.")
+        try:
+            json.dumps(self.payload, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ProtocolError(f"Grading.payload is no JSON value: {error}") from error
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
     """One episode's work. `job_id` is the idempotency key.
 
-    With no execution nothing is run: `artifacts` go straight to the grader. Otherwise they
-    join those that the execution leaves, which can't replace them.
+    With no execution nothing is run: `artifacts` go straight to the grader. Otherwise
+    they join those that the execution leaves, which can't replace them.
     """
 
     job_id: str
@@ -126,12 +175,13 @@ class Job:
 
     @staticmethod
     def from_json(text: str | bytes) -> "Job":
+        """Raises ProtocolError, naming the field that is wrong."""
         return _loads(Job, text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
-    """What a stream carried: all of it, or its head and tail with the middle cut out."""
+    """What a stream carried: all of it, or its head and tail without the middle."""
 
     head: bytes = b""
     tail: bytes = b""
@@ -172,6 +222,7 @@ class Result:
 
     @staticmethod
     def from_json(text: str | bytes) -> "Result":
+        """Raises ProtocolError, naming the field that is wrong."""
         return _loads(Result, text)
 
 
@@ -195,10 +246,14 @@ def _dumps(record: Any) -> str:
 
 def _loads(record_type: Any, text: str | bytes) -> Any:
     try:
-        value = json.loads(text)
-    except ValueError as error:
+        value = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{record_type.__name__}: not JSON: {error}") from error
     return _decode(record_type, value, record_type.__name__)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON value")
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:
@@ -223,7 +278,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
             for name, item in value.items()
         }
         try:
-            return kind(**fields)
+            return typing.cast(type, kind)(**fields)
         except TypeError as error:
             raise ProtocolError(f"{where}: {error}") from error
     if kind is bytes:

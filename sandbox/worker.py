@@ -3,28 +3,27 @@
     python -m sandbox.worker NUMBER
 
 One job at a time. The worker keeps a grader's sandbox alive for each of the last few
-grading programs, since starting Python costs more than most gradings do; agent code never
-runs in those. It ends when stdin does, or with its parent, and its sandboxes with it.
+grading programs, since starting Python costs more than most gradings do; agent code
+never runs in those. It ends when stdin does, or with its parent, and its sandboxes too.
 """
 
 import base64
 import collections
-import contextlib
 import hashlib
 import json
-import math
 import os
-import selectors
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from sandbox import namespaces
-from sandbox.backends.local import LocalBackend, SandboxFailed
+from sandbox import limits, namespaces
+from sandbox.backends.local import LocalBackend, SandboxFailed, SandboxUnavailable
+from sandbox.lines import Lines
 from sandbox.protocol import Grading, Job, Output, Result
 
 _GRADERS_KEPT = 4
+_MAX_VERDICT_BYTES = 1 << 20
 
 
 class GraderFailed(RuntimeError):
@@ -38,11 +37,14 @@ class GraderFailed(RuntimeError):
 class Grader:
     """A grading program alive in its sandbox."""
 
-    def __init__(self, backend: LocalBackend, grading: Grading, name: str):
-        self._process, self._verdicts = backend.start_grader(
-            grading.program, grading.limits, name
+    def __init__(self, backend: LocalBackend, grading: Grading):
+        self._sandbox = backend.start_grader(grading.program, grading.limits)
+        requests = self._sandbox.process.stdin
+        assert requests is not None
+        self._lines = Lines(
+            self._sandbox.verdicts, requests.fileno(), max_bytes=_MAX_VERDICT_BYTES
         )
-        self._pending = b""
+        self._number = 0
 
     def grade(
         self, artifacts: Mapping[str, bytes], payload: Any, seconds: float
@@ -52,8 +54,10 @@ class Grader:
         Raises:
           GraderFailed: it died, took too long, raised, or gave something else.
         """
+        self._number += 1
         request = json.dumps(
             {
+                "number": self._number,
                 "artifacts": {
                     name: base64.b64encode(data).decode()
                     for name, data in artifacts.items()
@@ -62,36 +66,30 @@ class Grader:
             }
         )
         deadline = time.monotonic() + seconds
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(request.encode() + b"\n")
-            self._process.stdin.flush()
-        line = self._read_line(deadline)
         try:
-            reply = json.loads(line)
-        except ValueError as error:
-            raise GraderFailed("grader_bad_verdict", repr(line[:200])) from error
-        if "error" in reply:
-            raise GraderFailed("grader_raised", reply["error"])
+            self._lines.send(request.encode(), deadline)
+            reply = json.loads(self._lines.receive(deadline))
+        except TimeoutError as error:
+            raise GraderFailed("grader_timeout", f"{seconds} s passed") from error
+        except EOFError as error:
+            raise GraderFailed("grader_died") from error
+        except (ValueError, RecursionError) as error:
+            raise GraderFailed("grader_bad_verdict", str(error)) from error
+        # One reply to each request: another could pass for the next one's verdict.
+        if (
+            not isinstance(reply, dict)
+            or reply.get("number") != self._number
+            or self._lines.unread()
+        ):
+            raise GraderFailed("grader_bad_verdict", f"unasked for: {reply!r:.200}")
+        if "raised" in reply:
+            raise GraderFailed("grader_raised", str(reply["raised"]))
+        if "malformed" in reply:
+            raise GraderFailed("grader_bad_verdict", str(reply["malformed"]))
         return _checked(reply.get("verdict"))
 
-    def _read_line(self, deadline: float) -> bytes:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._verdicts, selectors.EVENT_READ)
-            while b"\n" not in self._pending:
-                if not selector.select(max(deadline - time.monotonic(), 0)):
-                    raise GraderFailed("grader_timeout")
-                data = os.read(self._verdicts, 1 << 20)
-                if not data:
-                    raise GraderFailed("grader_died")
-                self._pending += data
-        line, _, self._pending = self._pending.partition(b"\n")
-        return line
-
     def close(self) -> None:
-        self._process.kill()  # its sandbox dies with bubblewrap
-        self._process.stdin.close()
-        self._process.wait()
-        os.close(self._verdicts)
+        self._sandbox.close()
 
 
 def _checked(verdict: Any) -> dict[str, Any]:
@@ -101,7 +99,7 @@ def _checked(verdict: Any) -> dict[str, Any]:
         and isinstance(verdict["why"], str)
         and isinstance(verdict["components"], dict)
         and all(
-            type(value) in (int, float) and math.isfinite(value) and 0 <= value <= 1
+            type(value) in (int, float) and 0 <= value <= 1  # so NaN is none
             for value in verdict["components"].values()
         )
     )
@@ -134,11 +132,10 @@ class Worker:
             try:
                 ran = self._backend.run(job.execution)
             except (SandboxFailed, OSError) as error:
-                detail = Output(tail=str(error).encode(), total_bytes=len(str(error)))
                 return Result(
                     outcome="infra_fail",
                     reason="sandbox_failed",
-                    stderr=detail,
+                    stderr=_detail(error),
                     **known,
                 )
             seconds["execute"] = time.monotonic() - start
@@ -154,24 +151,19 @@ class Worker:
         try:
             verdict = self._grade(job.grading, artifacts)
         except GraderFailed as error:
-            detail = Output(tail=str(error).encode(), total_bytes=len(str(error)))
-            return Result(
-                outcome="grader_fail",
-                reason=error.reason,
-                **{**known, "stderr": detail},
-            )
+            seconds["grade"] = time.monotonic() - start
+            known["stderr"] = _detail(error)
+            return Result(outcome="grader_fail", reason=error.reason, **known)
         seconds["grade"] = time.monotonic() - start
         return Result(outcome="ok", reason="graded", verdict=verdict, **known)
 
     def _grade(self, grading: Grading, artifacts: Mapping[str, bytes]) -> dict:
-        digest = hashlib.sha256(
-            f"{grading.program}\0{grading.limits}".encode()
-        ).hexdigest()[:16]
+        digest = hashlib.sha256(f"{grading.program}\0{grading.limits}".encode()).hexdigest()
         grader = self._graders.pop(digest, None)
         if grader is None:
             while len(self._graders) >= _GRADERS_KEPT:
                 self._graders.popitem(last=False)[1].close()
-            grader = Grader(self._backend, grading, f"grader-{digest}")
+            grader = Grader(self._backend, grading)
         try:
             verdict = grader.grade(artifacts, grading.payload, grading.limits.wall_seconds)
         except BaseException:
@@ -181,21 +173,28 @@ class Worker:
         return verdict
 
 
+def _detail(error: Exception) -> Output:
+    text = str(error).encode(errors="replace")
+    return Output(tail=text, total_bytes=len(text))
+
+
 def main() -> None:
     parent = os.getppid()
     namespaces.die_with_parent()
     if os.getppid() != parent:
         return  # it died before this was asked for
-    backend = LocalBackend(int(sys.argv[1]))
-    worker = Worker(backend)
-    # The mount point is all that a killed worker leaves; the pool removes it.
-    print(json.dumps({"ready": backend.root}), flush=True)
+    limits.volunteer_when_memory_runs_out()
+    try:
+        worker = Worker(LocalBackend(int(sys.argv[1])))
+    except (SandboxUnavailable, OSError) as error:
+        print(json.dumps({"unavailable": str(error)}), flush=True)
+        return
+    print(json.dumps({"ready": True}), flush=True)
     try:
         for line in sys.stdin.buffer:
             print(worker.run(Job.from_json(line)).to_json(), flush=True)
     finally:
         worker.close()
-        backend.close()
 
 
 if __name__ == "__main__":

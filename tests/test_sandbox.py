@@ -255,9 +255,9 @@ def test_what_a_program_sees(pool):
         ),
         (
             "def grade(a, p): return {'components': {'x': float('nan')}, 'why': ''}",
-            "grader_raised",
+            "grader_bad_verdict",
         ),
-        ("syntax error", "grader_died"),
+        ("syntax error", "grader_raised"),
     ],
 )
 def test_a_broken_grader_is_never_a_score(pool, program, reason):
