@@ -8,6 +8,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from jaxpt import mesh as mesh_lib
 from jaxpt.data.packing import Completion, Group
@@ -15,6 +16,10 @@ from jaxpt.mesh import MeshConfig
 from jaxpt.models import params as params_lib
 from jaxpt.models import transformer
 from jaxpt.models.config import DenseConfig, ModelConfig, MoEConfig
+
+# Tests must pass under load: no example has a time limit.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 VOCAB = 48
 DENSE = DenseConfig(intermediate_size=24)
