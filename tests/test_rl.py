@@ -224,3 +224,31 @@ def test_the_schedule_warms_up_and_decays():
         sizes.append(float(-updates["w"][0]))
     assert sizes[0] == 0.0 and max(sizes) == pytest.approx(1.0, abs=0.02)
     assert sizes[10] == pytest.approx(0.1, abs=0.02)
+
+
+def test_muon_orthogonalizes_every_projection_and_no_other_parameter():
+    mesh = make_mesh(data=2, expert=2, tensor=2)
+    params = init(model_config(), mesh)
+    muon = optimizer.muon(learning_rate=1.0, max_gradient_norm=1e9)
+    state = init_state(params, muon)
+    moments = jax.tree.leaves(state.opt_state)
+    assert sum(x.size for x in moments if x.ndim) < 2 * sum(
+        x.size for x in jax.tree.leaves(params)
+    )
+    normal = np.random.default_rng(0).standard_normal
+    gradients = jax.tree.map(lambda x: jnp.asarray(normal(x.shape), x.dtype), params)
+    updates, _ = jax.jit(muon.update)(gradients, state.opt_state, params)
+    for name, update in jax.device_get(updates["layers"]).items():
+        if name in ("q_proj", "k_proj", "v_proj"):
+            matrices = update.reshape(*update.shape[:2], -1)
+        elif name == "o_proj":
+            matrices = update.reshape(update.shape[0], -1, update.shape[-1])
+        elif name.endswith("_proj"):
+            matrices = update
+        else:  # Adam's first step has the size of the rate whatever the gradient is
+            np.testing.assert_allclose(np.abs(update), np.abs(update).max(), rtol=1e-3)
+            continue
+        # Scaled to an RMS of about 0.2, all singular values of a matrix are alike.
+        values = np.linalg.svd(matrices, compute_uv=False)
+        scale = 0.2 * np.sqrt(max(matrices.shape[-2:]))
+        assert np.percentile(values / scale, 10) > 0.5 and values.max() / scale < 1.4, name

@@ -5,6 +5,7 @@ of completion tokens in the whole batch. So the result does not depend on how th
 packed, ordered, or cut into micro-batches (but for rounding).
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,21 +33,48 @@ class TrainState:
     step: jax.Array
 
 
+def state_shapes(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state as ShapeDtypeStructs with shardings; moments lie where their parameters do.
+
+    params: nested dicts of arrays, or of their ShapeDtypeStructs with shardings.
+    """
+
+    def name(path: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A parameter's keys, which end the path of each of its moments as well."""
+        inner = itertools.takewhile(
+            lambda key: isinstance(key, jax.tree_util.DictKey), reversed(path)
+        )
+        return tuple(inner)
+
+    of_params = {
+        name(path): (leaf.shape, leaf.sharding)
+        for path, leaf in jax.tree.leaves_with_path(params)
+    }
+    (_, any_sharding), *_ = of_params.values()
+    replicated = NamedSharding(any_sharding.mesh, PartitionSpec())
+
+    def placed(path, leaf):
+        shape, sharding = of_params.get(name(path), (None, None))
+        return jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=sharding if shape == leaf.shape else replicated,
+        )
+
+    def fresh(params):
+        step = jnp.zeros((), jnp.int32)
+        return TrainState(params=params, opt_state=optimizer.init(params), step=step)
+
+    return jax.tree.map_with_path(placed, jax.eval_shape(fresh, params))
+
+
 def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first update; moments lie where their parameters do."""
-    shardings = jax.tree.map(lambda x: x.sharding, params)
-    replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
-    opt_shardings = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        jax.eval_shape(optimizer.init, params),
-        shardings,
-        transform_non_params=lambda _: replicated,
-    )
+    """The state before the first update."""
+    shardings = jax.tree.map(lambda x: x.sharding, state_shapes(params, optimizer))
     return TrainState(
         params=params,
-        opt_state=jax.jit(optimizer.init, out_shardings=opt_shardings)(params),
-        step=jax.device_put(jnp.zeros((), jnp.int32), replicated),
+        opt_state=jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params),
+        step=jax.device_put(jnp.zeros((), jnp.int32), shardings.step),
     )
 
 
@@ -108,11 +136,10 @@ def make_update(
             (_, (new_metrics, new_counts, new_gap)), new_gradients = jax.value_and_grad(
                 sums, has_aux=True
             )(state.params, micro_batch(i))
-            add = lambda a, b: jax.tree.map(jnp.add, a, b)  # noqa: E731
+            sums_so_far = gradients, metrics, counts
+            new_sums = new_gradients, new_metrics, new_counts
             return (
-                add(gradients, new_gradients),
-                add(metrics, new_metrics),
-                add(counts, new_counts),
+                *jax.tree.map(jnp.add, sums_so_far, new_sums),
                 jnp.maximum(gap, new_gap),
             )
 
