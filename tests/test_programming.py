@@ -9,9 +9,10 @@ import sys
 
 import pytest
 
-from jaxpt.domains.programming import Programming, compose, solution_text
+from jaxpt.domains.programming import Programming, compose
 from jaxpt.domains.programming.catalogue import OPERATIONS
 from jaxpt.domains.programming.grader import grade
+from jaxpt.domains.programming.slips import Slips
 from sandbox.pool import Pool
 from sandbox.protocol import Job
 
@@ -63,7 +64,7 @@ def test_code_and_meaning_of_every_operation_agree(name):
     for constants in itertools.islice(itertools.product(*operation.constants), 200):
         program = (compose.Step(operation, constants),)
         space = {}
-        exec(solution_text(program), space)
+        exec(Slips().solution(chooser, program), space)
         for index in chooser.sample(range(len(compose.PROBES[operation.takes])), 8):
             want = compose.run(program, compose.probe(operation.takes, index))
             got = space["f"](compose.probe(operation.takes, index))
@@ -127,6 +128,7 @@ def test_solutions_pass_and_anything_else_does_not():
         "surrogate": "def f(x): return '\ud800'",
         "nul": "def f(x):\n    return x\0",
         "bytes": "def f(x): return b'x'",
+        "longer than the workspace": "#" * (8 << 20),
         "huge": "def f(x): return [0] * 10**5",
     }
     with Pool(num_workers=2) as pool:
@@ -148,6 +150,30 @@ def test_solutions_pass_and_anything_else_does_not():
                 assert result.verdict["why"]
             else:
                 assert result.outcome == "policy_fail", name
+
+
+def test_slips_are_made_as_often_as_asked_and_leave_the_tasks_alone():
+    count = 400
+    slips = Slips(prints=0.5, swaps=0.25, forgets=0.1)
+    right, wrong = (
+        tasks("train", count, domain)
+        for domain in (Programming(max_steps=2), Programming(max_steps=2, slips=slips))
+    )
+    made = dict.fromkeys(("prints", "swaps", "forgets"), 0)
+    for good, bad in zip(right, wrong):
+        assert good.messages == bad.messages
+        assert good.payload["expected"] == bad.payload["expected"]
+        steps, written = (
+            [line for line in task.payload["solution"].splitlines() if " x = " in line]
+            for task in (good, bad)
+        )
+        made["prints"] += "print(x)" in bad.payload["solution"]
+        made["forgets"] += len(written) == 1
+        made["swaps"] += written[0] == steps[1] != steps[0]
+    for name, seen in made.items():
+        assert abs(seen / count - getattr(slips, name)) < 0.08, (name, seen)
+    with pytest.raises(ValueError, match=r"Slips\.swaps=1\.5"):
+        Slips(swaps=1.5)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from jaxpt.domains.domain import Task
 from jaxpt.domains.programming import compose
 from jaxpt.domains.programming.compose import Program
 from jaxpt.domains.programming.operations import INT, LIST, STR
+from jaxpt.domains.programming.slips import Slips
 from sandbox.protocol import Execution, Grading, Job, Limits
 
 _LONGEST_EXAMPLE = 40  # characters; longer ones are left out of the specification
@@ -38,6 +39,7 @@ class Programming:
     """Generated functions of `min_steps` to `max_steps` operations.
 
     Up to num_examples are shown in the specification, num_tests are hidden.
+    slips: how often the worked solutions are wrong, and how.
     weights: of the components `tests` (1 if all pass) and `fraction` (of tests passed).
     """
 
@@ -45,6 +47,7 @@ class Programming:
     max_steps: int = 3
     num_examples: int = 1
     num_tests: int = 8
+    slips: Slips = Slips()
     name: str = "programming"
     weights: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"tests": 1.0})
     limits: Limits = Limits(
@@ -87,7 +90,7 @@ class Programming:
             task_id=task_id,
             messages=({"role": "user", "content": text},),
             payload={
-                "solution": solution_text(program),
+                "solution": self.slips.solution(chooser, program),
                 "inputs": tests,
                 "expected": [compose.run(program, x) for x in tests],
             },
@@ -97,7 +100,9 @@ class Programming:
         return task.payload["solution"]
 
     def job(self, task: Task, completion: str, job_id: str) -> Job:
-        source = completion.encode("utf-8", errors="surrogatepass")
+        # No program needs more than half of its workspace; what is over it is cut off.
+        largest = self.limits.workspace_bytes // 2
+        source = completion.encode("utf-8", errors="surrogatepass")[:largest]
         return Job(
             job_id=job_id,
             domain=self.name,
@@ -119,12 +124,6 @@ class Programming:
                 },
             ),
         )
-
-
-def solution_text(program: Program) -> str:
-    """The worked solution: one statement for each step."""
-    lines = ["def f(x):", *(f"    {step.line()}" for step in program), "    return x"]
-    return "\n".join(lines) + "\n"
 
 
 def _examples(chooser: random.Random, program: Program, count: int) -> list[Any]:
