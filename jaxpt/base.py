@@ -22,7 +22,13 @@ class Base:
 
     tokenizer: Tokenizer
     model: ModelConfig
+    mesh: Mesh
     params: Callable[[int], Any]
+
+    @property
+    def param_shapes(self) -> Any:
+        """The parameters as ShapeDtypeStructs with shardings."""
+        return params_lib.shapes(transformer.param_specs(self.model), self.mesh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +56,7 @@ class FromScratch:
         return Base(
             tokenizer=tokenizer,
             model=model,
+            mesh=mesh,
             params=lambda seed: params_lib.init_params(seed, specs, mesh),
         )
 
@@ -69,5 +76,6 @@ class FromPackage:
         return Base(
             tokenizer=checkpoint.tokenizer,
             model=model,
+            mesh=mesh,
             params=lambda seed: checkpoint.params(mesh),
         )

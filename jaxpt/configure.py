@@ -46,6 +46,11 @@ def parse(
     return configured
 
 
+def arguments(root: Callable) -> dict[str, Any]:
+    """What the parsed configuration gives `root`, built: to use its parts elsewhere."""
+    return gin.get_bindings(f"{root.__module__}.{root.__name__}")
+
+
 def _reject_unused(root: str) -> None:
     config = gin_config._CONFIG
     references = list(gin_config.iterate_references(config))

@@ -77,8 +77,8 @@ class RunLog:
             file.flush()
         return {name: path.stat().st_size for name, path in self._paths.items()}
 
-    def rewind(self, positions: Mapping[str, int], step: int) -> None:
-        """Cuts the logs back to these lengths: what came after `step` will come again."""
+    def rewind(self, positions: Mapping[str, int], next_step: int) -> None:
+        """Cuts the logs back to these lengths: `next_step` and what follows come again."""
         for name, path in self._paths.items():
             length = positions[name]
             if path.stat().st_size < length:
@@ -88,7 +88,7 @@ class RunLog:
                     "start in a new --workdir."
                 )
             self._files[name].truncate(length)
-        self._events.restart(step + 1)
+        self._events.restart(next_step)
 
 
 class _EventFile:

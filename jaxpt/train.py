@@ -3,17 +3,14 @@
     draw prompts -> sample groups (programs start as episodes end) -> collect outcomes
     -> advantages -> pack -> update -> log, checkpoint
 
-`train` is the one function that a configuration binds. Everything that changes as it runs
-is in `Run`: the learner's state (a pytree) and the progress (JSON), which make a checkpoint
-together. A run killed at any moment goes on from the last one as if nothing had happened,
-since every draw and every key is made from a step's number.
+`train` is the one function that a configuration binds. What changes as it runs is in
+`run.Run`, and so is how it goes on after a stop.
 """
 
 import collections
 import contextlib
 import dataclasses
 import functools
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,12 +36,19 @@ from jaxpt.progress import ProgressBar
 from jaxpt.report import write_report
 from jaxpt.rewards.callback_queue import CallbackQueue
 from jaxpt.rl import losses
-from jaxpt.rl.update import LossFn, TrainState, init_state, make_update
+from jaxpt.rl.update import LossFn, make_update
 from jaxpt.rollout.episodes import RolloutConfig, Sampler, timed
+from jaxpt.run import (
+    DONE,
+    REINFORCEMENT,
+    SUPERVISED,
+    CheckpointConfig,
+    Run,
+    StopSignal,
+    start_or_resume,
+)
 from jaxpt.types import Batch, Trajectory
 from sandbox.pool import Pool
-
-SUPERVISED, REINFORCEMENT, DONE = "supervised", "reinforcement", "done"
 
 
 class BaseLoader(Protocol):
@@ -71,8 +75,9 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SupervisedConfig:
-    """The warm start: cross-entropy on worked solutions of training tasks."""
+    """The warm start: cross-entropy on worked solutions of training tasks of a mixture."""
 
+    mixture: Mixture
     steps: int
     batch_size: int
     num_examples: int
@@ -96,73 +101,6 @@ class ReinforcementConfig:
     rows: Rows
     epochs: int = 1
     skip_uniform_groups: bool = True
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """A checkpoint every `every` steps of a stage, of which the newest `keep` stay."""
-
-    every: int
-    keep: int = 2
-
-
-@dataclasses.dataclass
-class Run:
-    """A run as it goes on: what is fixed, and the state and progress that change."""
-
-    seed: int
-    mesh: Mesh
-    base: Base
-    sampler: Sampler
-    log: RunLog
-    checkpoints: Checkpoints
-    checkpoint: CheckpointConfig
-    state: TrainState
-    progress: dict[str, Any]
-    stop: "StopSignal"
-
-    def key(self, purpose: str, step: int) -> jax.Array:
-        """A key for one use: its purpose and the step's number name it."""
-        purposes = ("sample", "evaluate")
-        key = jax.random.fold_in(jax.random.key(self.seed), purposes.index(purpose))
-        return jax.random.fold_in(key, step)
-
-    @property
-    def clock(self) -> dict[str, float]:
-        return self.progress["seconds"]
-
-    def save(self, number: int) -> None:
-        with timed(self.clock, "checkpoint"):
-            self.progress["log"] = self.log.positions()
-            self.checkpoints.save(number, self.state, self.progress)
-
-    def end_step(self, number: int, *, last: bool) -> None:
-        """After a step of a stage: saves when it is time, leaves when asked to."""
-        due = self.progress["step"] % self.checkpoint.every == 0
-        if self.stop.requested or (due and not last):
-            self.save(number)
-        self.stop.leave_if_requested()
-
-
-class StopSignal:
-    """SIGTERM asks for a checkpoint and an orderly end, after the step at hand."""
-
-    def __init__(self):
-        self.requested = False
-
-    def __enter__(self) -> "StopSignal":
-        self._previous = signal.signal(signal.SIGTERM, self._request)
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        signal.signal(signal.SIGTERM, self._previous)
-
-    def _request(self, *_) -> None:
-        self.requested = True
-
-    def leave_if_requested(self) -> None:
-        if self.requested:
-            raise SystemExit(128 + signal.SIGTERM)
 
 
 def train(
@@ -189,6 +127,7 @@ def train(
     start = time.perf_counter()
     device_mesh = mesh_lib.make_mesh(mesh)
     loaded = base.load(workdir, device_mesh, _corpus(mixture, seed))
+    optimizers = stage_optimizers(supervised, reinforcement)
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         stop = enter(StopSignal())
@@ -203,58 +142,44 @@ def train(
         log = enter(RunLog(workdir))
         checkpoints = Checkpoints(workdir / "checkpoints", keep=checkpoint.keep)
         stack.callback(checkpoints.close)
-        run = _start_or_resume(
-            Run(
-                seed=seed,
-                mesh=device_mesh,
-                base=loaded,
-                sampler=sampler,
-                log=log,
-                checkpoints=checkpoints,
-                checkpoint=checkpoint,
-                state=None,  # type: ignore[arg-type]
-                progress=_fresh_progress(),
-                stop=stop,
-            ),
-            supervised,
-            reinforcement,
+        state, progress = start_or_resume(loaded, seed, optimizers, checkpoints, log)
+        run = Run(
+            seed=seed,
+            base=loaded,
+            sampler=sampler,
+            log=log,
+            checkpoints=checkpoints,
+            checkpoint=checkpoint,
+            stop=stop,
+            state=state,
+            progress=progress,
         )
+        del state  # the updates give its memory to the next one
         on_start()
         run.clock["setup"] = run.clock.get("setup", 0.0) + time.perf_counter() - start
 
         if run.progress["stage"] == SUPERVISED:
             if supervised is not None:
-                supervised_stage(run, mixture, supervised, workdir)
+                supervised_stage(run, supervised, workdir)
             heldout(run, evaluation, reinforcement.rollout, "before")
-            run.state = init_state(run.state.params, reinforcement.optimizer)
-            run.progress |= {"stage": REINFORCEMENT, "step": 0}
-            run.save(_supervised_steps(supervised))
+            run.enter(REINFORCEMENT, reinforcement.optimizer)
         if run.progress["stage"] == REINFORCEMENT:
-            reinforcement_stage(
-                run, reinforcement, _supervised_steps(supervised), on_first_step
-            )
+            reinforcement_stage(run, reinforcement, on_first_step)
             heldout(run, evaluation, reinforcement.rollout, "after")
-            run.progress["stage"] = DONE
             run.progress["params_sha256"] = params_lib.content_hash(run.state.params)
-            run.save(_supervised_steps(supervised) + reinforcement.steps + 1)
+            run.finish()
         return write_report(workdir, run.progress)
 
 
-def _fresh_progress() -> dict[str, Any]:
+def stage_optimizers(
+    supervised: SupervisedConfig | None, reinforcement: ReinforcementConfig
+) -> dict[str, optax.GradientTransformation]:
+    """Whose state a checkpoint of a stage holds; a fresh run starts with the first."""
     return {
-        "stage": SUPERVISED,
-        "step": 0,
-        "log": {},
-        "seconds": {},
-        "outcomes": {},
-        "programs_executed": 0,
-        "max_logprob_gap": 0.0,
-        "heldout": {},
+        SUPERVISED: supervised.optimizer if supervised else optax.identity(),
+        REINFORCEMENT: reinforcement.optimizer,
+        DONE: reinforcement.optimizer,
     }
-
-
-def _supervised_steps(supervised: SupervisedConfig | None) -> int:
-    return supervised.steps if supervised else 0
 
 
 def _corpus(mixture: Mixture, seed: int) -> Iterator[str]:
@@ -265,42 +190,16 @@ def _corpus(mixture: Mixture, seed: int) -> Iterator[str]:
         yield domain.solution(task)
 
 
-def _start_or_resume(
-    run: Run,
-    supervised: SupervisedConfig | None,
-    reinforcement: ReinforcementConfig,
-) -> Run:
-    """Gives the run its state and progress: the newest checkpoint's, or fresh ones."""
-    first = supervised.optimizer if supervised else optax.identity()
-    params = run.base.params(run.seed)
-
-    def abstract_state(progress):
-        optimizer = first if progress["stage"] == SUPERVISED else reinforcement.optimizer
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            init_state(params, optimizer),
-        )
-
-    restored = run.checkpoints.restore(abstract_state)
-    if restored is None:
-        run.log.rewind(dict.fromkeys(run.log.positions(), 0), step=-1)
-        run.state = init_state(params, first)
-        return run
-    run.state, run.progress = restored
-    run.log.rewind(run.progress["log"], step=int(run.progress["step"]))
-    print(f"Resuming at step {run.progress['step']} of the {run.progress['stage']} stage.")
-    return run
-
-
-def supervised_stage(
-    run: Run, mixture: Mixture, config: SupervisedConfig, workdir: Path
-) -> None:
+def supervised_stage(run: Run, config: SupervisedConfig, workdir: Path) -> None:
     """Cross-entropy on worked solutions, in an order that the step's number decides."""
     rows = config.rows
     num_rows = rows.round_up(config.batch_size)
     with timed(run.clock, "data"):
         source = worked_solutions.build(
-            workdir / "data", mixture, num_examples=config.num_examples, seed=run.seed
+            workdir / "data",
+            config.mixture,
+            num_examples=config.num_examples,
+            seed=run.seed,
         )
     update = _jit_update(run, losses.supervised, config.optimizer, rows)
     with ProgressBar("warm start", total=config.steps, done=run.progress["step"]) as bar:
@@ -325,16 +224,14 @@ def supervised_stage(
                 run.state, metrics = update(run.state, _on_mesh(run, batch))
                 metrics = _host_metrics(metrics)
             metrics.pop("logprob_gap")  # there is no sampler to differ from
-            run.log.scalars(step, SUPERVISED, metrics)
-            run.progress["step"] = step + 1
+            run.log.scalars(run.progress["number"], SUPERVISED, metrics)
             bar.advance(step + 1, loss=metrics["loss"])
-            run.end_step(step + 1, last=step + 1 == config.steps)
+            run.end_step(last=step + 1 == config.steps)
 
 
 def reinforcement_stage(
     run: Run,
     config: ReinforcementConfig,
-    first_number: int,
     on_first_step: Callable[[], None],
 ) -> None:
     """GRPO and its relatives: each step samples, grades, credits, packs and updates."""
@@ -395,18 +292,18 @@ def reinforcement_stage(
                     )
             metrics |= _episode_metrics(sampler, groups)
             _count(run, groups, clock, metrics["logprob_gap"])
-            number = first_number + step
             run.log.scalars(
-                number,
+                run.progress["number"],
                 REINFORCEMENT,
                 metrics | {f"seconds_{name}": value for name, value in clock.items()},
             )
-            run.log.trajectories(number, REINFORCEMENT, groups, run.base.tokenizer.decode)
-            run.progress["step"] = step + 1
+            run.log.trajectories(
+                run.progress["number"], REINFORCEMENT, groups, run.base.tokenizer.decode
+            )
             if step == 0:
                 on_first_step()
             bar.advance(step + 1, reward=metrics["reward"], passed=metrics["pass_rate"])
-            run.end_step(number + 1, last=step + 1 == config.steps)
+            run.end_step(last=step + 1 == config.steps)
 
 
 def heldout(run: Run, config: EvaluationConfig, rollout: RolloutConfig, when: str) -> None:
@@ -433,7 +330,7 @@ def heldout(run: Run, config: EvaluationConfig, rollout: RolloutConfig, when: st
             )
             _count(run, groups, {"evaluate": time.perf_counter() - start}, 0.0)
             run.log.trajectories(
-                int(run.state.step),
+                run.progress["number"],
                 f"heldout_{when}_{name}",
                 groups,
                 run.base.tokenizer.decode,
@@ -451,7 +348,7 @@ def _jit_update(
     policy = functools.partial(
         packed_logprobs,
         config=run.base.model,
-        mesh=run.mesh,
+        mesh=run.base.mesh,
         logits_chunk=rows.logits_chunk,
     )
     update = make_update(policy, loss_fn, optimizer, micro_batch_rows=rows.micro_batch)
@@ -461,8 +358,8 @@ def _jit_update(
 
 
 def _on_mesh(run: Run, batch: Batch) -> Batch:
-    rows = mesh_lib.named_sharding(run.mesh, ("batch",))
-    everywhere = mesh_lib.named_sharding(run.mesh)
+    rows = mesh_lib.named_sharding(run.base.mesh, ("batch",))
+    everywhere = mesh_lib.named_sharding(run.base.mesh)
     return jax.tree.map(
         lambda x: jax.device_put(x, rows if np.ndim(x) else everywhere), batch
     )

@@ -37,7 +37,6 @@ def main() -> int:
     args = arguments()
     sys.path.insert(0, str(ROOT))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    # The compiler may spend less time on what runs for minutes only; see performance.md.
     from jaxpt import configure
     from jaxpt import train as train_lib
     from jaxpt.report import print_report

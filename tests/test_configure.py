@@ -41,8 +41,8 @@ def test_every_other_config_is_included_by_a_run_and_includes_nothing():
         ("losses.cliped.clip_low = 0.1", "cliped"),
         ("STPES = 5", r"uses \['STPES'\]"),
         ("train.train.seed = %SEED", "SEED"),
-        ("optimizer.adamw.beta3 = 0.1", "beta3"),
-        ("other/optimizer.adamw.beta1 = 0.1", "other/"),
+        ("optimizer.muon.beta3 = 0.1", "beta3"),
+        ("other/optimizer.muon.momentum = 0.1", "other/"),
         ("losses.supervised.x = 1", "x"),
         ("config.DenseConfig.intermediate_size = 8", "DenseConfig"),
         ("train.train.seed = = 1", "parse"),
@@ -54,7 +54,7 @@ def test_what_would_have_no_effect_is_an_error(binding, message):
 
 
 def test_an_unscoped_binding_reaches_the_scoped_uses():
-    parse("optimizer.adamw.beta1 = 0.8")
+    parse("optimizer.muon.momentum = 0.8")
 
 
 def test_a_missing_file_is_named():

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = (
     "WARM_START_STEPS = 4",
     "STEPS = 5",
-    "supervised/optimizer.adamw.warmup_steps = 1",
+    "supervised/optimizer.muon.warmup_steps = 1",
     "train.SupervisedConfig.batch_size = 8",
     "train.SupervisedConfig.num_examples = 40",
     "config.ModelConfig.hidden_size = 32",
@@ -27,7 +27,7 @@ TINY = (
     "episodes.RolloutConfig.max_new_tokens = 12",
     "evaluate.EvaluationConfig.num_tasks = 6",
     "evaluate.EvaluationConfig.batch_size = 4",
-    "train.CheckpointConfig.every = 1",
+    "run.CheckpointConfig.every = 1",
     # A fresh model passes no test, so every group would be uniform and nothing learnt.
     "train.ReinforcementConfig.advantage_fn = @tiny_advantages.by_length",
     "train.ReinforcementConfig.skip_uniform_groups = False",
@@ -152,7 +152,7 @@ def test_a_mesh_of_eight_learns_the_same(tmp_path, extra_config):
 def test_sigterm_saves_and_leaves(tmp_path, extra_config):
     workdir = tmp_path / "run"
     process = subprocess.Popen(
-        command(workdir, "train.CheckpointConfig.every = 1000", files=extra_config),
+        command(workdir, "run.CheckpointConfig.every = 1000", files=extra_config),
         env=environment(),
         cwd=ROOT,
         stdout=subprocess.DEVNULL,

@@ -7,8 +7,6 @@ cost little more than the ideal, unlike `jax.lax.ragged_dot`, which on a CPU com
 expert for every token.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -69,7 +67,7 @@ def _block_size(num_pairs: int, num_experts: int) -> int:
     return int(min(128, max(8, 2 ** ((per_expert // 2).bit_length() - 1))))
 
 
-@functools.partial(jax.jit, static_argnames=())
+@jax.jit
 def _local_ffn(
     x, experts, weights, gate_proj, up_proj, down_proj, *, first_expert
 ) -> jax.Array:

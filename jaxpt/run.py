@@ -1,0 +1,154 @@
+"""A run's lifetime: what it holds, when it is saved, and how it goes on after a stop.
+
+Everything that changes as a run goes on is the learner's state (a pytree) and the progress
+(JSON), which make a checkpoint together. A run killed at any moment goes on from the last
+one as if nothing had happened, since every draw and every key is made from a step's number.
+"""
+
+import dataclasses
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+
+from jaxpt.base import Base
+from jaxpt.checkpoint import Checkpoints
+from jaxpt.metrics import RunLog
+from jaxpt.rl.update import TrainState, init_state, state_shapes
+from jaxpt.rollout.episodes import Sampler, timed
+
+SUPERVISED, REINFORCEMENT, DONE = "supervised", "reinforcement", "done"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """A checkpoint every `every` steps of a stage, of which the newest `keep` stay."""
+
+    every: int
+    keep: int = 2
+
+    def __post_init__(self):
+        for name in ("every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be 1 or more.")
+
+
+class StopSignal:
+    """SIGTERM asks for a checkpoint and an orderly end, after the step at hand."""
+
+    def __init__(self):
+        self.requested = False
+
+    def __enter__(self) -> "StopSignal":
+        self._previous = signal.signal(signal.SIGTERM, self._request)
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        signal.signal(signal.SIGTERM, self._previous)
+
+    def _request(self, *_) -> None:
+        self.requested = True
+
+    def leave_if_requested(self) -> None:
+        if self.requested:
+            raise SystemExit(128 + signal.SIGTERM)
+
+
+@dataclasses.dataclass
+class Run:
+    """A run as it goes on: what is fixed, and the state and progress that change.
+
+    progress: `stage`, `step` (of the stage), `number` (of all stages, as in the logs), the
+    logs' lengths, and the figures that the summary reports.
+    """
+
+    seed: int
+    base: Base
+    sampler: Sampler
+    log: RunLog
+    checkpoints: Checkpoints
+    checkpoint: CheckpointConfig
+    stop: StopSignal
+    state: TrainState
+    progress: dict[str, Any]
+
+    def key(self, purpose: str, step: int) -> jax.Array:
+        """A key for one use: its purpose and the step's number name it."""
+        purposes = ("sample", "evaluate")
+        key = jax.random.fold_in(jax.random.key(self.seed), purposes.index(purpose))
+        return jax.random.fold_in(key, step)
+
+    @property
+    def clock(self) -> dict[str, float]:
+        return self.progress["seconds"]
+
+    def enter(self, stage: str, optimizer: optax.GradientTransformation) -> None:
+        """Begins a stage with a fresh optimizer, and saves."""
+        self.state = init_state(self.state.params, optimizer)
+        self.progress |= {"stage": stage, "step": 0}
+        self.save()
+
+    def save(self) -> None:
+        with timed(self.clock, "checkpoint"):
+            self.progress["log"] = self.log.positions()
+            self.checkpoints.save(self.progress["number"], self.state, self.progress)
+
+    def finish(self) -> None:
+        """Saves for good: from here the run only reports."""
+        self.progress["stage"] = DONE
+        self.progress["number"] += 1  # its last step may have saved under its own
+        self.save()
+
+    def end_step(self, *, last: bool) -> None:
+        """After a step: counts it, saves when it is time, leaves when asked to.
+
+        last: the stage ends here, so its end will save.
+        """
+        self.progress["step"] += 1
+        self.progress["number"] += 1
+        due = self.progress["step"] % self.checkpoint.every == 0
+        if self.stop.requested or (due and not last):
+            self.save()
+        self.stop.leave_if_requested()
+
+
+def start_or_resume(
+    base: Base,
+    seed: int,
+    optimizers: Mapping[str, optax.GradientTransformation],
+    checkpoints: Checkpoints,
+    log: RunLog,
+) -> tuple[TrainState, dict[str, Any]]:
+    """The newest checkpoint's state and progress, or fresh ones; cuts the logs to match.
+
+    optimizers: of each stage; a fresh run starts with the first.
+    """
+
+    def shapes(progress: Mapping[str, Any]) -> TrainState:
+        return state_shapes(base.param_shapes, optimizers[progress["stage"]])
+
+    restored = checkpoints.restore(shapes)
+    if restored is None:
+        log.rewind(dict.fromkeys(log.positions(), 0), next_step=0)
+        stage, optimizer = next(iter(optimizers.items()))
+        return init_state(base.params(seed), optimizer), _fresh_progress(stage)
+    state, progress = restored
+    log.rewind(progress["log"], next_step=progress["number"])
+    print(f"Resuming at step {progress['step']} of the {progress['stage']} stage.")
+    return state, progress
+
+
+def _fresh_progress(stage: str) -> dict[str, Any]:
+    return {
+        "stage": stage,
+        "step": 0,
+        "number": 0,
+        "log": {},
+        "seconds": {},
+        "outcomes": {},
+        "programs_executed": 0,
+        "max_logprob_gap": 0.0,
+        "heldout": {},
+    }
