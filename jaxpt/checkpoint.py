@@ -47,6 +47,15 @@ class Checkpoints:
         """
         if number in self._manager.all_steps():
             return
+        size = sum(x.nbytes for x in jax.tree.leaves(state))
+        free = shutil.disk_usage(self._folder).free
+        refusal = (
+            f"Checkpoint {number} ({size / 1e6:.0f} MB) could not be written to "
+            f"{self._folder} ({free / 1e6:.0f} MB free): {{}}. Free some space and start "
+            "the same command again: it resumes from the last whole one."
+        )
+        if free < size:
+            raise OSError(refusal.format("the disk is full"))
         try:
             self._manager.save(
                 number,
@@ -57,13 +66,10 @@ class Checkpoints:
             )
             self._manager.wait_until_finished()
         except Exception as error:
-            free = shutil.disk_usage(self._folder).free
-            size = sum(x.nbytes for x in jax.tree.leaves(state))
-            raise OSError(
-                f"Checkpoint {number} ({size / 1e6:.0f} MB) could not be written to "
-                f"{self._folder} ({free / 1e6:.0f} MB free): {error}. Free some space and "
-                "start the same command again: it resumes from the last whole one."
-            ) from error
+            for half_written in self._folder.glob(f"{number}.*"):
+                shutil.rmtree(half_written, ignore_errors=True)
+            *_, reason = str(error).rsplit(": ", 1)
+            raise OSError(refusal.format(reason)) from error
 
     def restore(
         self, abstract_state: Callable[[dict[str, Any]], Any]

@@ -32,6 +32,9 @@ def parse(
         macro without a value, or a binding that nothing uses.
     """
     gin.clear_config()
+    missing = [str(file) for file in files if not Path(file).exists()]
+    if missing:
+        raise ConfigError(f"There is no file {', '.join(missing)} in {Path.cwd()}.")
     try:
         gin.parse_config_files_and_bindings(
             [str(file) for file in files], list(bindings), finalize_config=False

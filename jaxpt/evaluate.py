@@ -71,7 +71,7 @@ def evaluate(
     for start in range(0, config.num_tasks, config.batch_size):
         prompts = [
             sampler.mixture.draw(
-                sampler.tokenizer,
+                sampler.base.tokenizer,
                 split=HELDOUT,
                 seed=config.seed,
                 index=index,

@@ -97,8 +97,11 @@ def print_report(workdir: Path, summary: dict[str, Any]) -> None:
         highlight=False,
     )
     for line in (
-        f"Plot:          {workdir / PLOT_FILE}",
-        f"TensorBoard:   tensorboard --logdir {workdir / 'tensorboard'}",
-        f"Every episode: {workdir / metrics.TRAJECTORIES_FILE}",
+        f"Plot:           {workdir / PLOT_FILE}",
+        f"TensorBoard:    tensorboard --logdir {workdir / 'tensorboard'}",
+        f"Every episode:  {workdir / metrics.TRAJECTORIES_FILE}",
+        f"Sample from it: scripts/sample.py --workdir {workdir}",
+        "On a real base: scripts/train.py --gin_file configs/runs/smollm2_arithmetic.gin "
+        "--workdir runs/smollm2",
     ):
         console.print(line, highlight=False, soft_wrap=True)

@@ -65,7 +65,6 @@ class Run:
     """
 
     seed: int
-    base: Base
     sampler: Sampler
     log: RunLog
     checkpoints: Checkpoints
@@ -79,6 +78,10 @@ class Run:
         purposes = ("sample", "evaluate")
         key = jax.random.fold_in(jax.random.key(self.seed), purposes.index(purpose))
         return jax.random.fold_in(key, step)
+
+    @property
+    def base(self) -> Base:
+        return self.sampler.base
 
     @property
     def clock(self) -> dict[str, float]:

@@ -34,10 +34,9 @@ from jaxpt.models import params as params_lib
 from jaxpt.policy import packed_logprobs
 from jaxpt.progress import ProgressBar
 from jaxpt.report import write_report
-from jaxpt.rewards.callback_queue import CallbackQueue
 from jaxpt.rl import losses
 from jaxpt.rl.update import LossFn, make_update
-from jaxpt.rollout.episodes import RolloutConfig, Sampler, timed
+from jaxpt.rollout.episodes import RolloutConfig, Sampler, open_sampler, timed
 from jaxpt.run import (
     DONE,
     REINFORCEMENT,
@@ -48,7 +47,6 @@ from jaxpt.run import (
     start_or_resume,
 )
 from jaxpt.types import Batch, Trajectory
-from sandbox.pool import Pool
 
 
 class BaseLoader(Protocol):
@@ -89,6 +87,7 @@ class SupervisedConfig:
 class ReinforcementConfig:
     """Policy-gradient steps on groups of episodes.
 
+    first_task: the index of the first prompt, to begin after the warm start's tasks.
     epochs: updates on the same episodes. skip_uniform_groups: see
     `batches.from_trajectories`.
     """
@@ -99,6 +98,7 @@ class ReinforcementConfig:
     advantage_fn: batches.AdvantageFn
     loss_fn: LossFn
     rows: Rows
+    first_task: int = 0
     epochs: int = 1
     skip_uniform_groups: bool = True
 
@@ -131,21 +131,13 @@ def train(
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         stop = enter(StopSignal())
-        sampler = Sampler(
-            model=loaded.model,
-            mesh=device_mesh,
-            tokenizer=loaded.tokenizer,
-            mixture=mixture,
-            pool=enter(Pool(num_workers=sandbox_workers)),
-            queue=enter(CallbackQueue(device_mesh)),
-        )
+        sampler = enter(open_sampler(loaded, mixture, sandbox_workers))
         log = enter(RunLog(workdir))
         checkpoints = Checkpoints(workdir / "checkpoints", keep=checkpoint.keep)
         stack.callback(checkpoints.close)
         state, progress = start_or_resume(loaded, seed, optimizers, checkpoints, log)
         run = Run(
             seed=seed,
-            base=loaded,
             sampler=sampler,
             log=log,
             checkpoints=checkpoints,
@@ -253,10 +245,10 @@ def reinforcement_stage(
             with timed(clock, "draw"):
                 prompts = [
                     sampler.mixture.draw(
-                        sampler.tokenizer,
+                        sampler.base.tokenizer,
                         split=TRAIN,
                         seed=run.seed,
-                        index=step * rollout.num_prompts + p,
+                        index=config.first_task + step * rollout.num_prompts + p,
                         max_length=rollout.max_prompt_length,
                     )
                     for p in range(rollout.num_prompts)

@@ -8,6 +8,7 @@ line says why and what to do.
 """
 
 import argparse
+import errno
 import os
 import sys
 from pathlib import Path
@@ -37,11 +38,14 @@ def main() -> int:
     args = arguments()
     sys.path.insert(0, str(ROOT))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from absl import logging
+
     from jaxpt import configure
     from jaxpt import train as train_lib
     from jaxpt.report import print_report
     from sandbox.backends.local import SandboxUnavailable
 
+    logging.set_verbosity(logging.FATAL)  # libraries' errors come back as exceptions
     try:
         bindings = list(args.gin_bindings)
         if args.seed is not None:
@@ -60,6 +64,8 @@ def main() -> int:
             raise
         # Gin adds where it was called from; the first line is what a user can act on.
         line = str(error).partition("\n  In call to configurable")[0]
+        if os.strerror(errno.ENOSPC) in line and "Free" not in line:
+            line += ". Free some space there and start the same command again."
         print(f"error: {' '.join(line.split())}", file=sys.stderr)
         return 2
     return 0

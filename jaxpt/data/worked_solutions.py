@@ -4,6 +4,9 @@ Built once into a folder (array_record files, no TensorFlow), so the position in
 is one number: the examples' order is a permutation made from (seed, epoch).
 """
 
+import contextlib
+import io
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,9 @@ def build(folder: Path, mixture: Mixture, *, num_examples: int, seed: int) -> An
 
     Returns a random-access source: `source[i]` is {"task_id", "messages", "solution"},
     the messages as JSON text. Examples come from the training split.
+
+    Raises:
+      OSError: the folder can't be written; nothing is left of the attempt.
     """
     import os
 
@@ -49,7 +55,14 @@ def build(folder: Path, mixture: Mixture, *, num_examples: int, seed: int) -> An
 
     builder = WorkedSolutions(data_dir=folder, file_format="array_record")
     if not builder.data_path.exists():
-        builder.download_and_prepare()
+        tfds.disable_progress_bar()
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # it says that it downloads
+                builder.download_and_prepare()
+        except Exception as error:
+            for half_written in builder.data_path.parent.glob("incomplete.*"):
+                shutil.rmtree(half_written, ignore_errors=True)
+            raise OSError(f"Worked solutions could not be written: {error}") from error
     source: Any = builder.as_data_source(split="train")  # pyright: ignore[reportCallIssue]
     if len(source) != num_examples:
         raise ValueError(

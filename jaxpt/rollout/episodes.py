@@ -14,14 +14,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxpt import mesh as mesh_lib
+from jaxpt.base import Base
 from jaxpt.data.mixture import Mixture
-from jaxpt.data.tokenizer import Tokenizer
 from jaxpt.inference.engine import generate
 from jaxpt.inference.sampling import SamplingConfig
-from jaxpt.models.config import ModelConfig
 from jaxpt.rewards import grade
 from jaxpt.rewards.callback_queue import CallbackQueue, then
 from jaxpt.types import Outcome, Prompt, Trajectory
@@ -68,9 +66,7 @@ class RolloutConfig:
 class Sampler:
     """What sampling needs beside the weights; `rollout` is the only thing it does."""
 
-    model: ModelConfig
-    mesh: Mesh
-    tokenizer: Tokenizer
+    base: Base
     mixture: Mixture
     queue: CallbackQueue
     pool: Pool
@@ -100,21 +96,21 @@ class Sampler:
 
         self.queue.open(list(range(len(prompts) * G)), submit)
         with timed(clock, "sample"):
-            sharding = mesh_lib.named_sharding(self.mesh, ("batch",))
+            sharding = mesh_lib.named_sharding(self.base.mesh, ("batch",))
             samples = generate(
                 params,
                 jax.device_put(tokens, sharding),
                 jax.device_put(lengths, sharding),
                 jax.device_put(temperatures, sharding),
                 key,
-                config=self.model,
-                mesh=self.mesh,
+                config=self.base.model,
+                mesh=self.base.mesh,
                 top_k=config.sampling.top_k,
                 top_p=config.sampling.top_p,
                 group_size=G,
                 max_new_tokens=config.max_new_tokens,
-                eos_id=self.tokenizer.eos_id,
-                pad_id=self.tokenizer.pad_id,
+                eos_id=self.base.tokenizer.eos_id,
+                pad_id=self.base.tokenizer.pad_id,
                 on_finished=self.queue.on_finished,
             )
             samples = jax.device_get(samples)
@@ -134,7 +130,7 @@ class Sampler:
                 f"{len(prompts)} prompts, but num_prompts={config.num_prompts}."
             )
         shape = (config.num_prompts, config.max_prompt_length)
-        tokens = np.full(shape, self.tokenizer.pad_id, np.int32)
+        tokens = np.full(shape, self.base.tokenizer.pad_id, np.int32)
         lengths = np.zeros(config.num_prompts, np.int32)
         for p, prompt in enumerate(prompts):
             tokens[p, : len(prompt.tokens)] = prompt.tokens
@@ -143,8 +139,8 @@ class Sampler:
 
     def _submit(self, prompt: Prompt, tokens: np.ndarray, job_id: str):
         domain = self.mixture.domain(prompt.domain)
-        finished = bool(tokens[-1] == self.tokenizer.eos_id)
-        completion = self.tokenizer.decode([int(token) for token in tokens])
+        finished = bool(tokens[-1] == self.base.tokenizer.eos_id)
+        completion = self.base.tokenizer.decode([int(token) for token in tokens])
         job = domain.job(prompt.task, completion, job_id)
         return then(
             self.pool.submit(job),
@@ -163,3 +159,10 @@ class Sampler:
             finished=bool(samples.finished[p, g]),
             outcome=outcome,
         )
+
+
+@contextlib.contextmanager
+def open_sampler(base: Base, mixture: Mixture, num_workers: int = 2) -> Iterator[Sampler]:
+    """A sampler with sandboxes of its own, which end with it."""
+    with Pool(num_workers=num_workers) as pool, CallbackQueue(base.mesh) as queue:
+        yield Sampler(base=base, mixture=mixture, queue=queue, pool=pool)

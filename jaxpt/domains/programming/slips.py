@@ -11,13 +11,11 @@ class Slips:
     """How often a worked solution has each of a beginner's mistakes, as shares in [0, 1].
 
     prints: it prints its result and returns nothing.
-    swaps: it does the steps in the reverse order.
-    forgets: it leaves out the last step.
+    misnames: it calls the function something else.
     """
 
     prints: float = 0.0
-    swaps: float = 0.0
-    forgets: float = 0.0
+    misnames: float = 0.0
 
     def __post_init__(self):
         for name, share in dataclasses.asdict(self).items():
@@ -26,10 +24,8 @@ class Slips:
 
     def solution(self, chooser: random.Random, program: Program) -> str:
         """The program's source, one statement for each step; right if nothing slips."""
-        if chooser.random() < self.swaps:
-            program = program[::-1]
-        if chooser.random() < self.forgets:
-            program = program[:-1]
+        name = "solve" if chooser.random() < self.misnames else "f"
         ending = "print(x)" if chooser.random() < self.prints else "return x"
-        lines = ["def f(x):", *(f"    {step.line()}" for step in program), f"    {ending}"]
+        steps = (f"    {step.line()}" for step in program)
+        lines = [f"def {name}(x):", *steps, f"    {ending}"]
         return "\n".join(lines) + "\n"
