@@ -1,11 +1,13 @@
 #!/usr/bin/env python
-"""Writes docs/results.md from finished runs: workdirs in, a table of their figures out.
+"""Writes docs/results.md from finished runs: workdirs in, tables and plots of them out.
 
-    scripts/results.py runs/quickstart runs/seed1 runs/seed2
+    scripts/results.py --quickstart runs/quickstart runs/seed1 runs/seed2 \\
+        --smollm2 runs/smollm2
 
-The first run's plot is copied beside it. No figure on that page is written by hand.
+No figure on that page is written by hand.
 """
 
+import argparse
 import json
 import re
 import shutil
@@ -13,31 +15,66 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-COLUMNS = (
-    ("seed", "seed"),
-    ("sampled before", "heldout_pass_before"),
-    ("sampled after", "heldout_pass_after"),
-    ("greedy before", "heldout_pass_before_greedy"),
-    ("greedy after", "heldout_pass_after_greedy"),
-    ("tasks", "heldout_tasks"),
-    ("programs executed", "programs_executed"),
-    ("largest logprob gap", "max_logprob_gap"),
-    ("seconds", "seconds_total"),
-)
+RUN_COLUMNS = {
+    "seed": "seed",
+    "sampled before": "heldout_pass_before",
+    "sampled after": "heldout_pass_after",
+    "greedy before": "heldout_pass_before_greedy",
+    "greedy after": "heldout_pass_after_greedy",
+    "tasks": "heldout_tasks",
+    "programs executed": "programs_executed",
+    "lost": "lost",
+    "largest logprob gap": "max_logprob_gap",
+    "seconds": "seconds_total",
+}
+STEP_COLUMNS = {
+    "step": "step",
+    "reward": "reward",
+    "pass rate": "pass_rate",
+    "entropy": "entropy",
+    "logprob gap": "logprob_gap",
+    "gradient norm": "gradient_norm",
+    "seconds": "seconds",
+}
 
 
 def figures(workdir: Path) -> dict:
+    """A run's summary, and what the tables show beside it."""
     summary = json.loads((workdir / "summary.json").read_text())
-    seed = re.search(
-        r"^train\.train\.seed = (\d+)", (workdir / "config.gin").read_text(), re.M
-    )
+    config = (workdir / "config.gin").read_text()
+    seed = re.search(r"^train\.train\.seed = (\d+)", config, re.M)
+    outcomes = summary["outcomes"]
     return summary | {
         "seed": int(seed[1]) if seed else 0,
         "seconds_total": summary["seconds"]["total"],
+        "lost": outcomes.get("infra_fail", 0) + outcomes.get("grader_fail", 0),
     }
 
 
-def shown(value) -> str:
+def steps(workdir: Path, shown: int = 12) -> list[dict]:
+    """About `shown` steps of a run's reinforcement, evenly spaced, first and last too."""
+    records = [
+        json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()
+    ]
+    records = [record for record in records if record["stage"] == "reinforcement"]
+    chosen = sorted({i * (len(records) - 1) // (shown - 1) for i in range(shown)})
+    return [
+        records[i]
+        | {"seconds": sum(v for k, v in records[i].items() if k.startswith("seconds_"))}
+        for i in chosen
+    ]
+
+
+def table(columns: dict[str, str], rows: list[dict]) -> list[str]:
+    return [
+        "| " + " | ".join(columns) + " |",
+        "|" + "---|" * len(columns),
+        *("| " + " | ".join(cell(row[c]) for c in columns.values()) + " |" for row in rows),
+        "",
+    ]
+
+
+def cell(value) -> str:
     if isinstance(value, float):
         return (
             f"{value:.1e}" if 0 < value < 1e-3 else f"{value:.3f}".rstrip("0").rstrip(".")
@@ -45,34 +82,60 @@ def shown(value) -> str:
     return str(value)
 
 
-def main() -> int:
-    workdirs = [Path(argument) for argument in sys.argv[1:]]
-    if not workdirs:
-        print(__doc__, file=sys.stderr)
-        return 2
-    rows = [figures(workdir) for workdir in workdirs]
-    lines = [
-        "# Results",
-        "",
-        "Written by `scripts/results.py` from the workdirs of finished runs.",
-        "",
+def picture(workdir: Path, name: str) -> list[str]:
+    shutil.copy(workdir / "reward.png", DOCS / name)
+    return [f"![Reward, pass rate, entropy, logprob gap and seconds]({name})", ""]
+
+
+def quickstart(workdirs: list[Path]) -> list[str]:
+    return [
         "## The main job",
         "",
-        "`configs/runs/quickstart.gin`: pass@1 on held-out tasks before and after RL.",
+        "`configs/runs/quickstart.gin`: pass@1 on held-out tasks before and after RL. The",
+        "seconds are the run's own; installation comes before them.",
         "",
-        "| " + " | ".join(title for title, _ in COLUMNS) + " |",
-        "|" + "---|" * len(COLUMNS),
-        *(
-            "| " + " | ".join(shown(row[name]) for _, name in COLUMNS) + " |"
-            for row in rows
-        ),
-        "",
-        "![Reward, pass rate, entropy, logprob gap and seconds](reward.png)",
-        "",
+        *table(RUN_COLUMNS, [figures(workdir) for workdir in workdirs]),
+        *picture(workdirs[0], "reward.png"),
     ]
-    DOCS.mkdir(exist_ok=True)
-    shutil.copy(workdirs[0] / "reward.png", DOCS / "reward.png")
-    (DOCS / "results.md").write_text("\n".join(lines))
+
+
+def smollm2(workdir: Path) -> list[str]:
+    run = figures(workdir)
+    rates = run["heldout_by_domain"]
+    by_domain = [
+        {"domain": name, "before": rates["before"][name], "after": rates["after"][name]}
+        for name in rates["before"]
+    ]
+    return [
+        "## A real base",
+        "",
+        "`configs/runs/smollm2_arithmetic.gin`: SmolLM2-135M-Instruct before and after RL.",
+        "",
+        *table(RUN_COLUMNS, [run]),
+        "Sampled, by domain:",
+        "",
+        *table({name: name for name in ("domain", "before", "after")}, by_domain),
+        "From the log of its steps:",
+        "",
+        *table(STEP_COLUMNS, steps(workdir)),
+        *picture(workdir, "smollm2.png"),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quickstart", type=Path, nargs="+", required=True)
+    parser.add_argument("--smollm2", type=Path, required=True)
+    args = parser.parse_args()
+    try:
+        lines = [*quickstart(args.quickstart), *smollm2(args.smollm2)]
+    except FileNotFoundError as error:
+        print(f"error: {error.filename} is missing: is that run done?", file=sys.stderr)
+        return 2
+    head = ["# Results", "", "Written by `scripts/results.py` from finished runs.", ""]
+    (DOCS / "results.md").write_text("\n".join([*head, *lines]))
     return 0
 
 

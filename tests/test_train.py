@@ -182,6 +182,8 @@ def test_sigterm_saves_and_leaves(tmp_path, extra_config):
         ((), 8, "The mesh data=1 has 1 device(s)"),
         (("episodes.RolloutConfig.max_prompt_length = 8",), 1, "max_prompt_length=8"),
         (("train.Rows.length = 9",), 1, "row"),
+        (("mixture.Mixture.domains = ()",), 1, "name at least one domain"),
+        (("STEP = 3",), 1, "STEP"),
     ],
 )
 def test_input_that_can_not_be_run_is_one_line_and_exit_code_2(
@@ -191,6 +193,22 @@ def test_input_that_can_not_be_run_is_one_line_and_exit_code_2(
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: ") and message in last
     assert "Traceback" not in done.stderr
+
+
+def test_a_machine_that_can_not_isolate_is_one_line_and_exit_code_2(tmp_path, extra_config):
+    train = shlex.join(command(tmp_path / "run", files=extra_config))
+    script = f"echo 0 > /proc/sys/user/max_pid_namespaces && exec {train}"
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "sh", "-c", script],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 2, done.stderr[-3000:]
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ") and "the pid namespace" in last and "Docker" in last
 
 
 def test_a_workdir_of_another_run_is_refused(tmp_path, extra_config):
