@@ -1,28 +1,13 @@
-"""The pool and its local backend: honest work is graded, all else costs only itself."""
+"""Hostile programs cost their own episode, and see and leave nothing."""
 
-import contextlib
 import os
-import signal
-import subprocess
-import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sandbox.pool import Pool
-from sandbox.protocol import (
-    Execution,
-    Grading,
-    Job,
-    Limits,
-    Output,
-    ProtocolError,
-    Result,
-)
+from sandbox.protocol import Execution, Grading, Job, Limits
 
 GRADER = """
 import json
@@ -34,7 +19,7 @@ HONEST = "open('out', 'w').write('5')"
 QUICK = {"wall_seconds": 30, "cpu_seconds": 1}
 
 
-def job(name, code, *, program=GRADER, **limits):
+def job(name, code, **limits):
     source = code if isinstance(code, bytes) else textwrap.dedent(code).encode()
     return Job(
         job_id=name,
@@ -45,7 +30,7 @@ def job(name, code, *, program=GRADER, **limits):
             artifacts=("out",),
             limits=Limits(**(QUICK | limits)),
         ),
-        grading=Grading(program=program, payload=5, limits=Limits(wall_seconds=5)),
+        grading=Grading(program=GRADER, payload=5, limits=Limits(wall_seconds=5)),
     )
 
 
@@ -72,28 +57,6 @@ def alive(marker: str) -> list[str]:
         except OSError:
             continue
     return found
-
-
-def test_honest_work_is_graded(pool):
-    result = run(pool, "honest", "print('hello')\n" + HONEST)
-    assert (result.outcome, result.reason, result.attempts) == ("ok", "graded", 1)
-    assert result.verdict == {"components": {"right": 1.0}, "why": "compared"}
-    assert result.stdout.text() == "hello\n"
-    assert set(result.seconds) == {"queue", "execute", "grade"}
-    wrong = run(pool, "wrong", "open('out', 'w').write('6')")
-    assert (wrong.outcome, wrong.verdict["components"]) == ("ok", {"right": 0.0})
-
-
-def test_an_answer_is_graded_without_an_execution(pool):
-    answer = Job(
-        job_id="answer",
-        domain="test",
-        execution=None,
-        grading=Grading(program=GRADER, payload=5),
-        artifacts={"out": b"5"},
-    )
-    result = pool.submit(answer).result(timeout=120)
-    assert result.outcome == "ok" and "execute" not in result.seconds
 
 
 ATTACKS = {
@@ -240,159 +203,3 @@ def test_what_a_program_sees(pool):
     )
     assert result.outcome == "ok", result.stderr.text()
     assert result.stdout.text() == ""
-
-
-@pytest.mark.parametrize(
-    ("program", "reason"),
-    [
-        ("def grade(a, p): raise ValueError('broken')", "grader_raised"),
-        ("def grade(a, p):\n    while True: pass", "grader_timeout"),
-        ("import os\ndef grade(a, p): os._exit(0)", "grader_died"),
-        ("def grade(a, p): return 1.0", "grader_bad_verdict"),
-        (
-            "def grade(a, p): return {'components': {'x': 2.0}, 'why': ''}",
-            "grader_bad_verdict",
-        ),
-        (
-            "def grade(a, p): return {'components': {'x': float('nan')}, 'why': ''}",
-            "grader_bad_verdict",
-        ),
-        ("syntax error", "grader_raised"),
-    ],
-)
-def test_a_broken_grader_is_never_a_score(pool, program, reason):
-    limits = {"program": program}
-    result = run(pool, f"grader {program}", HONEST, **limits)
-    assert (result.outcome, result.reason) == ("grader_fail", reason)
-    assert result.verdict is None and result.attempts == 3
-
-
-def test_the_same_job_id_is_the_same_work(pool):
-    first = pool.submit(job("twice", HONEST))
-    assert pool.submit(job("twice", "raise ValueError")) is first
-
-
-def test_a_worker_killed_during_a_job_is_replaced_and_the_job_tried_again():
-    with Pool(num_workers=1) as pool:
-        slow = job("slow", "import time; time.sleep(1)\n" + HONEST)
-        future = pool.submit(slow)
-        time.sleep(0.4)
-        os.kill(pool.worker_pids[0], signal.SIGKILL)
-        result = future.result(timeout=120)
-        assert (result.outcome, result.attempts) == ("ok", 2)
-
-
-def test_workers_that_always_die_are_an_infrastructure_failure():
-    with Pool(num_workers=1, max_attempts=2) as pool:
-        future = pool.submit(job("doomed", "import time; time.sleep(20)"))
-        deadline = time.monotonic() + 60
-        while not future.done() and time.monotonic() < deadline:
-            for pid in pool.worker_pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.1)
-        result = future.result(timeout=60)
-        assert (result.outcome, result.reason) == ("infra_fail", "worker_died")
-        assert result.attempts == 2 and result.verdict is None
-
-
-def test_closing_resolves_everything():
-    pool = Pool(num_workers=1)
-    futures = [
-        pool.submit(job(f"unfinished {i}", "import time; time.sleep(60)")) for i in range(3)
-    ]
-    time.sleep(0.3)
-    pool.close()
-    futures.append(pool.submit(job("too late", HONEST)))
-    for future in futures:
-        assert future.result(timeout=10).reason == "pool_closed"
-
-
-def test_nothing_is_left_when_the_trainer_is_killed():
-    marker = f"orphan-{os.getpid()}"
-    script = f"""
-import time
-from tests.test_sandbox import Pool, job
-code = '''
-import os, sys
-os.execv(sys.executable, [sys.executable, "-I", "-S", "-c",
-         "import time; time.sleep(1000)", "{marker}"])
-'''
-pool = Pool(num_workers=1)
-pool.submit(job("orphan", code, wall_seconds=100))
-print("up", flush=True)
-time.sleep(1000)
-"""
-    root = Path(__file__).resolve().parent.parent
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root)},
-    )
-    assert trainer.stdout.readline() == b"up\n"
-    deadline = time.monotonic() + 30
-    while not (found := [p for p in alive(marker) if p != str(trainer.pid)]):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    trainer.kill()
-    trainer.wait()
-    while alive(marker):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
-
-
-def test_records_round_trip_through_json():
-    work = job("round trip", HONEST)
-    assert Job.from_json(work.to_json()) == work
-    result = Result(
-        job_id="x",
-        outcome="ok",
-        reason="graded",
-        verdict={"components": {"a": 0.5}, "why": "é"},
-        exit_code=0,
-        stdout=Output(head=b"\xff", tail=b"", total_bytes=1),
-        seconds={"queue": 0.5},
-    )
-    assert Result.from_json(result.to_json()) == result
-
-
-@given(content=st.binary(max_size=200), name=st.text(max_size=8))
-def test_any_bytes_and_names_travel(content, name):
-    work = Job(
-        job_id=f"j{name}",
-        domain=name,
-        execution=None,
-        grading=Grading(program="", payload={name: [1, None, 2.5]}),
-        artifacts={"a": content},
-    )
-    assert Job.from_json(work.to_json()) == work
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "not JSON"),
-        ("[]", "Job must be an object"),
-        ('{"job_id": "a"}', "missing"),
-        ('{"job_id": "a", "surprise": 1}', "surprise"),
-        ('{"job_id": 1}', "Job.job_id must be"),
-    ],
-)
-def test_malformed_records_are_named(text, message):
-    with pytest.raises(ProtocolError, match=message):
-        Job.from_json(text)
-
-
-@pytest.mark.parametrize(
-    "path", ["", "/etc/passwd", "../x", "a/../../x", "a\nb", "x" * 300, "a//b"]
-)
-def test_paths_stay_inside_the_workspace(path):
-    with pytest.raises(ProtocolError, match=r"Execution\.files"):
-        Execution(command=("true",), files={path: b""})
-
-
-@pytest.mark.parametrize("limits", [{"cpu_seconds": 0}, {"wall_seconds": float("inf")}])
-def test_limits_must_limit(limits):
-    with pytest.raises(ProtocolError, match=f"Limits.{next(iter(limits))}"):
-        Limits(**limits)

@@ -21,28 +21,8 @@ from jaxpt.data.tokenizer import Tokenizer
 from jaxpt.models import params as params_lib
 from tests import tiny_checkpoints as tiny
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "convert.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "convert.py"
 KINDS = gguf.GGMLQuantizationType
-
-
-@pytest.fixture(scope="module")
-def params():
-    return tiny.random_params(tiny.CONFIG)
-
-
-@pytest.fixture(scope="module")
-def tensors(params):
-    return tiny.hugging_face_tensors(params)
-
-
-@pytest.fixture(scope="module")
-def gguf_tensors(tensors):
-    return tiny.gguf_tensors(tensors, tiny.CONFIG)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny.tiny_tokenizer()
 
 
 def assert_equal(got, expected):
