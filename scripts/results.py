@@ -25,6 +25,7 @@ RUN_COLUMNS = {
     "programs executed": "programs_executed",
     "lost": "lost",
     "largest logprob gap": "max_logprob_gap",
+    "steps over 1e-5": "steps_over",
     "seconds": "seconds_total",
 }
 STEP_COLUMNS = {
@@ -44,19 +45,23 @@ def figures(workdir: Path) -> dict:
     config = (workdir / "config.gin").read_text()
     seed = re.search(r"^train\.train\.seed = (\d+)", config, re.M)
     outcomes = summary["outcomes"]
+    gaps = [record["logprob_gap"] for record in reinforcement(workdir)]
     return summary | {
         "seed": int(seed[1]) if seed else 0,
         "seconds_total": summary["seconds"]["total"],
+        "steps_over": f"{sum(gap > 1e-5 for gap in gaps)} of {len(gaps)}",
         "lost": outcomes.get("infra_fail", 0) + outcomes.get("grader_fail", 0),
     }
 
 
+def reinforcement(workdir: Path) -> list[dict]:
+    records = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return [record for record in records if record["stage"] == "reinforcement"]
+
+
 def steps(workdir: Path, shown: int = 12) -> list[dict]:
     """About `shown` steps of a run's reinforcement, evenly spaced, first and last too."""
-    records = [
-        json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()
-    ]
-    records = [record for record in records if record["stage"] == "reinforcement"]
+    records = reinforcement(workdir)
     chosen = sorted({i * (len(records) - 1) // (shown - 1) for i in range(shown)})
     return [
         records[i]
