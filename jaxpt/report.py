@@ -1,6 +1,7 @@
 """A run for people: summary.json, a table, a plot, and what to do next."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,13 @@ def plot(workdir: Path, path: Path) -> None:
         (axes[1][0], "Sampler/trainer logprob gap", ("logprob_gap",), "log"),
     )
     for ax, title, names, scale in panels:
-        for name in names:
-            ax.plot(steps, [record[name] for record in records], label=name)
+        for name, style in zip(names, ("-", "--")):
+            # A step whose groups were all uniform learnt nothing, so it measured nothing.
+            values = [
+                record[name] if "reward" in names or record["tokens"] else math.nan
+                for record in records
+            ]
+            ax.plot(steps, values, style, label=name)
         ax.set(title=title, xlabel="update", yscale=scale)
         ax.grid(alpha=0.3)
         if len(names) > 1:

@@ -116,7 +116,7 @@ def smollm2(workdir: Path) -> list[str]:
         "",
         "`configs/runs/smollm2_arithmetic.gin`: SmolLM2-135M-Instruct before and after RL.",
         "",
-        *table(RUN_COLUMNS, [run]),
+        *table({k: v for k, v in RUN_COLUMNS.items() if k != "programs executed"}, [run]),
         "Sampled, by domain:",
         "",
         *table({name: name for name in ("domain", "before", "after")}, by_domain),
