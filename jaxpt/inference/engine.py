@@ -86,6 +86,7 @@ def generate(
             f"prompts of {S} tokens and {C} new ones make {S + C} positions, over the "
             f"model's max_positions={config.max_positions}; shorten one of them."
         )
+    params = transformer.split_layers(params, config)
     rows = ("batch", None)
     real = prompt_lengths > 0
     unembedding = layers.unembedding(params)

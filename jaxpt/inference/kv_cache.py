@@ -19,7 +19,7 @@ class PrefillContext:
     """Causal attention over right-padded prompts; hands out their keys and values.
 
     mask: PSS for prompts of at most S tokens. After the forward pass the layer states are
-    keys [L, P, N, K, S] and values [L, P, N, S, K]: as the products of decoding want them.
+    (keys, values), each [L, P, N, S, K]: as the products of decoding want them.
     """
 
     mask: jax.Array
@@ -27,7 +27,7 @@ class PrefillContext:
 
     def attend(self, q, k, v, layer):
         out = attend(q, k, v, self.mask)
-        return out, (jnp.einsum("PSNK->PNKS", k), jnp.einsum("PSNK->PNSK", v))
+        return out, (jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
 
 
 def prefill_context(lengths: jax.Array, length: int) -> PrefillContext:
@@ -45,10 +45,12 @@ class DecodeContext:
     The forward function sees the tokens as [P, G]: the completions of a prompt stand where
     a sequence's positions would, and share the prompt's keys.
 
-    layers: the prompts' keys [L, P, N, K, S] and values [L, P, N, S, K], the completions'
-    keys [L, P, N, G, K, C] and values [L, P, N, G, C, K]; or a list of such for each layer,
-    without the L, where layers are unrolled. After the forward pass the layer states are
-    the new token's (keys, values), each [L, P, N, G, K], for `append`.
+    layers: the prompts' keys and values, each [L, P, N, S, K], and the completions', each
+    [L, P, G, N, C, K]; or a list of such for each layer, without the L, where layers are
+    unrolled. After the forward pass the layer states are what `append` needs: the new
+    token's (keys, values), each [L, P, G, N, K], or, where layers are unrolled, the
+    completions' caches with them in. So each way the caches are written in place, where a
+    scan's results would be copies.
     prompt_mask: PS, True on the prompt's tokens; step: tokens decoded before this one.
     """
 
@@ -59,48 +61,39 @@ class DecodeContext:
     def attend(self, q, k, v, layer):
         # Here g counts completions and G the query heads of a kv head: q is PgNGK.
         prompt_keys, prompt_values, keys, values = layer
-        new = (jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
-        # The new token's entry goes where `append` will put it.
-        keys, values = _put(keys, values, new, self.step)
+        keys, values = _put(keys, values, (k, v), self.step)
         q = q * q.shape[-1] ** -0.5
-        S, C = prompt_keys.shape[-1], keys.shape[-1]
+        S, C = prompt_keys.shape[-2], keys.shape[-2]
+        prompt_scores = jnp.einsum("PgNGK,PNSK->PgNGS", q, prompt_keys)
+        scores = jnp.einsum("PgNGK,PgNCK->PgNGC", q, keys)
+        prompt_mask = self.prompt_mask[:, None, None, None]
         seen = jnp.arange(C) <= self.step
-        prompt_scores = jnp.einsum("PgNGK,PNKS->PNgGS", q, prompt_keys)
-        scores = jnp.einsum("PgNGK,PNgKC->PNgGC", q, keys)
-        weights = jax.nn.softmax(
-            jnp.concatenate(
-                [
-                    jnp.where(
-                        self.prompt_mask[:, None, None, None], prompt_scores, NEGATIVE
-                    ),
-                    jnp.where(seen, scores, NEGATIVE),
-                ],
-                axis=-1,
-            )
+        scores = jnp.concatenate(
+            [
+                jnp.where(prompt_mask, prompt_scores, NEGATIVE),
+                jnp.where(seen, scores, NEGATIVE),
+            ],
+            axis=-1,
         )
-        out = jnp.einsum("PNgGS,PNSK->PgNGK", weights[..., :S], prompt_values)
-        out += jnp.einsum("PNgGC,PNgCK->PgNGK", weights[..., S:], values)
-        return out, new
+        weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+        out = jnp.einsum("PgNGS,PNSK->PgNGK", weights[..., :S], prompt_values)
+        out += jnp.einsum("PgNGC,PgNCK->PgNGK", weights[..., S:], values)
+        out /= jnp.sum(weights, axis=-1, keepdims=True)
+        return out, (keys, values) if isinstance(self.layers, list) else (k, v)
 
     def append(self, new: Any) -> "DecodeContext":
-        """The context of the next step, with the new token's keys and values in it."""
-
-        def put(layer, entries):
-            prompt_keys, prompt_values, keys, values = layer
-            keys, values = _put(keys, values, entries, self.step)
-            return prompt_keys, prompt_values, keys, values
-
+        """The context of the next step, from the forward pass's layer states."""
         if isinstance(self.layers, list):
-            layers = [put(*pair) for pair in zip(self.layers, new)]
+            layers = [(*layer[:2], *caches) for layer, caches in zip(self.layers, new)]
         else:
-            layers = put(self.layers, new)
+            layers = (*self.layers[:2], *_put(*self.layers[2:], new, self.step))
         return dataclasses.replace(self, layers=layers, step=self.step + 1)
 
 
 def _put(keys: jax.Array, values: jax.Array, new: Any, step: jax.Array):
     """The caches with the new token's keys and values at place `step`."""
     put = jax.lax.dynamic_update_index_in_dim
-    return put(keys, new[0], step, axis=-1), put(values, new[1], step, axis=-2)
+    return put(keys, new[0], step, axis=-2), put(values, new[1], step, axis=-2)
 
 
 def decode_context(
@@ -112,13 +105,13 @@ def decode_context(
     """
 
     def empty(prompt_keys, prompt_values):
-        *leading, K, _ = prompt_keys.shape
-        keys = jnp.zeros((*leading, group_size, K, max_new_tokens), prompt_keys.dtype)
-        return prompt_keys, prompt_values, keys, jnp.swapaxes(keys, -1, -2)
+        *leading, N, _, K = prompt_keys.shape
+        keys = jnp.zeros((*leading, group_size, N, max_new_tokens, K), prompt_keys.dtype)
+        return prompt_keys, prompt_values, keys, keys
 
     unrolled = isinstance(prefilled, list)
     layers = [empty(*layer) for layer in prefilled] if unrolled else empty(*prefilled)
-    length = jax.tree.leaves(prefilled)[0].shape[-1]
+    length = jax.tree.leaves(prefilled)[0].shape[-2]
     return DecodeContext(
         layers=layers,
         prompt_mask=jnp.arange(length) < lengths[:, None],

@@ -74,6 +74,7 @@ def forward(
     """Hidden states of `tokens` given what `context` lets them see.
 
     Args:
+      params: as declared by `param_specs`, or as `split_layers` gives them.
       tokens, positions: BT int32.
       context: what is attended to; see `models.attention`.
 
@@ -83,6 +84,7 @@ def forward(
         them when `config.unroll_layers`.
       routes: the experts chosen, [L, B, T, k] int32, or None for a dense model.
     """
+    params = split_layers(params, config)
     angles = rope.cos_sin(positions, config.head_dim, config.rope_theta)
     activation_axes = ("batch", "length", None)
     x = mesh_lib.constrain(layers.embed(params, tokens), mesh, activation_axes)
@@ -121,13 +123,26 @@ def forward(
     return hidden, new_layers, routes
 
 
+def split_layers(params: Params, config: ModelConfig) -> Params:
+    """The parameters as `forward` uses them: one tree per layer when layers are unrolled.
+
+    A loop around `forward` takes them so, or each of its turns would cut them out anew.
+    """
+    if not config.unroll_layers or isinstance(params["layers"], list):
+        return params
+    stacked = params["layers"]
+    split = [
+        {name: leaf[i] for name, leaf in stacked.items()} for i in range(config.num_layers)
+    ]
+    return params | {"layers": split}
+
+
 def _over_layers(block, x, layer_params, layer_states, config: ModelConfig):
     """Applies `block` layer after layer, in a scan or unrolled."""
     if not config.unroll_layers:
         return jax.lax.scan(block, x, (layer_params, layer_states))
     states, routes = [], []
-    for i in range(config.num_layers):
-        params = jax.tree.map(lambda p: p[i], layer_params)  # noqa: B023
+    for i, params in enumerate(layer_params):
         state = None if layer_states is None else layer_states[i]
         x, (state, layer_routes) = block(x, (params, state))
         states.append(state)
