@@ -18,7 +18,7 @@ from flax import struct
 
 from jaxpt.models import rope
 from jaxpt.models.config import ModelConfig
-from jaxpt.models.layers import rms_norm
+from jaxpt.models.layers import project, rms_norm
 
 NEGATIVE = jnp.finfo(jnp.float32).min
 
@@ -33,10 +33,21 @@ class Context(Protocol):
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Softmax attention; q: BTNGK, k and v: BSNK, mask: BTS (True = visible) -> BTNGK."""
-    scores = jnp.einsum("BTNGK,BSNK->BNGTS", q * q.shape[-1] ** -0.5, k)
+    """Softmax attention; q: BTNGK, k and v: BSNK, mask: BTS (True = visible) -> BTNGK.
+
+    The scores, which are the large array here, are written and read as few times as can be:
+    heads come first in both factors of each product, so that no product is turned, and the
+    softmax's division comes after the sum over values.
+    """
+    q = jnp.einsum("BTNGK->BNGTK", q * q.shape[-1] ** -0.5)
+    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    scores = jnp.einsum("BNGTK,BNSK->BNGTS", q, k)
     scores = jnp.where(mask[:, None, None], scores, NEGATIVE)
-    return jnp.einsum("BNGTS,BSNK->BTNGK", jax.nn.softmax(scores), v)
+    largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.exp(scores - largest)
+    out = jnp.einsum("BNGTS,BNSK->BNGTK", weights, v)
+    out /= jnp.sum(weights, axis=-1, keepdims=True)
+    return jnp.einsum("BNGTK->BTNGK", out)
 
 
 def tree_mask(segment_ids: jax.Array, branch_ids: jax.Array) -> jax.Array:
@@ -75,9 +86,9 @@ def attention_block(
     config: ModelConfig,
 ) -> tuple[jax.Array, Any]:
     """x: BTD (normed) -> BTD, and the context's new layer state."""
-    q = jnp.einsum("BTD,DHK->BTHK", x, params["q_proj"])
-    k = jnp.einsum("BTD,DNK->BTNK", x, params["k_proj"])
-    v = jnp.einsum("BTD,DNK->BTNK", x, params["v_proj"])
+    q = project(x, params["q_proj"])
+    k = project(x, params["k_proj"])
+    v = project(x, params["v_proj"])
     if config.qk_norm:
         q = rms_norm(q, params["q_norm"], config.norm_epsilon)
         k = rms_norm(k, params["k_norm"], config.norm_epsilon)

@@ -111,6 +111,8 @@ def make_update(
         metrics = jax.lax.stop_gradient({k: total(v) for k, v in metrics.items()})
         return total(loss), (metrics, counts, jax.lax.stop_gradient(jnp.max(gap)))
 
+    sums_and_gradients = jax.value_and_grad(sums, has_aux=True)
+
     def update(state: TrainState, batch: Batch):
         rows = batch.tokens.shape[0]
         if rows % micro_batch_rows:
@@ -133,9 +135,9 @@ def make_update(
 
         def accumulate(i, carry):
             gradients, metrics, counts, gap = carry
-            (_, (new_metrics, new_counts, new_gap)), new_gradients = jax.value_and_grad(
-                sums, has_aux=True
-            )(state.params, micro_batch(i))
+            (_, (new_metrics, new_counts, new_gap)), new_gradients = sums_and_gradients(
+                state.params, micro_batch(i)
+            )
             sums_so_far = gradients, metrics, counts
             new_sums = new_gradients, new_metrics, new_counts
             return (
@@ -143,15 +145,19 @@ def make_update(
                 jnp.maximum(gap, new_gap),
             )
 
-        shapes = jax.eval_shape(lambda: sums(state.params, micro_batch(0))[1])
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        micro_batches = -(-batch.num_rows // micro_batch_rows)
-        gradients, metrics, counts, gap = jax.lax.fori_loop(
-            0,
-            micro_batches,
-            accumulate,
-            (jax.tree.map(jnp.zeros_like, state.params), *zeros),
-        )
+        if rows == micro_batch_rows:
+            # One pass over everything: nothing to add up, and no zeros to start from.
+            (_, (metrics, counts, gap)), gradients = sums_and_gradients(state.params, batch)
+        else:
+            shapes = jax.eval_shape(lambda: sums(state.params, micro_batch(0))[1])
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            micro_batches = -(-batch.num_rows // micro_batch_rows)
+            gradients, metrics, counts, gap = jax.lax.fori_loop(
+                0,
+                micro_batches,
+                accumulate,
+                (jax.tree.map(jnp.zeros_like, state.params), *zeros),
+            )
 
         tokens = jnp.sum(batch.completion_mask)
         divisor = jnp.maximum(tokens, 1.0)
