@@ -86,7 +86,9 @@ class DecodeContext:
         if isinstance(self.layers, list):
             layers = [(*layer[:2], *caches) for layer, caches in zip(self.layers, new)]
         else:
-            layers = (*self.layers[:2], *_put(*self.layers[2:], new, self.step))
+            prompt_keys, prompt_values, keys, values = self.layers
+            keys, values = _put(keys, values, new, self.step)
+            layers = (prompt_keys, prompt_values, keys, values)
         return dataclasses.replace(self, layers=layers, step=self.step + 1)
 
 

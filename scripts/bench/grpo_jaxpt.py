@@ -1,23 +1,25 @@
-"""Times one GRPO step on a small dense model; prints one JSON line.
+"""Times jaxpt on the workload of workload.py; prints one JSON line.
 
-Qwen3-shaped, 854,400 parameters, float32 on CPU: 4 prompts x 8 samples x 64 new tokens,
-Adam 1e-3, no KL, reward = share of the letter `a`. The argument is the number of steps.
+    python scripts/bench/grpo_jaxpt.py --steps 12 --json figures.json
+
+Beside the figures that all systems give, `parts_s` has the medians of what a step is made
+of, and `logprob_gap` the largest difference between sampler and learner.
 """
 
 import functools
-import json
 import os
-import sys
+import statistics
 import time
+from collections.abc import Callable
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
-import jax.numpy as jnp
 import numpy as np
+import workload
 
 from jaxpt import mesh as mesh_lib
-from jaxpt.data.packing import Completion, Group, pack, rows_needed
-from jaxpt.inference.engine import generate
+from jaxpt.data import packing
+from jaxpt.inference.engine import Samples, generate
 from jaxpt.models import params as params_lib
 from jaxpt.models import transformer
 from jaxpt.models.config import DenseConfig, ModelConfig
@@ -25,12 +27,8 @@ from jaxpt.policy import packed_logprobs
 from jaxpt.rl import advantages, losses, optimizer
 from jaxpt.rl.update import init_state, make_update
 
-STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 12
-GROUP, PROMPTS, COMPLETION_LEN = 8, 4, 64
-EOS, BOS = 2, 1
-
-config = ModelConfig(
-    vocab_size=260,
+CONFIG = ModelConfig(
+    vocab_size=workload.VOCAB_SIZE,
     hidden_size=128,
     num_layers=4,
     num_heads=4,
@@ -39,97 +37,136 @@ config = ModelConfig(
     feed_forward=DenseConfig(intermediate_size=384),
     max_positions=256,
     qk_norm=True,
+    unroll_layers=True,
 )
-prompts = [[BOS, *(b + 4 for b in f"say letter {i}".encode())] for i in range(PROMPTS)]
-lengths = np.array([len(p) for p in prompts], np.int32)
-tokens = np.zeros((PROMPTS, max(lengths)), np.int32)
-for row, prompt in zip(tokens, prompts):
-    row[: len(prompt)] = prompt
-row_length = int(max(lengths)) + 2 * COMPLETION_LEN
-num_rows = rows_needed(
-    num_groups=PROMPTS,
-    group_size=GROUP,
-    prompt_length=int(max(lengths)),
-    completion_length=COMPLETION_LEN,
-    row_length=row_length,
-)
-start = time.perf_counter()
-mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig())
-adam = optimizer.adamw(learning_rate=1e-3)
-state = init_state(
-    params_lib.init_params(0, transformer.param_specs(config), mesh),
-    adam,
-)
-policy = functools.partial(packed_logprobs, config=config, mesh=mesh)
-update = jax.jit(
-    make_update(
-        policy,
-        functools.partial(losses.clipped),
-        adam,
-        micro_batch_rows=num_rows,
-    ),
-    donate_argnums=0,
-)
-wall, cpu, rewards, sampling = [], [], [], []
-print("init", time.perf_counter() - start, file=sys.stderr)
-for step in range(STEPS + 1):
-    before = time.perf_counter()
-    samples = generate(
-        state.params,
-        tokens,
-        lengths,
-        np.ones(PROMPTS, np.float32),
-        jax.random.fold_in(jax.random.key(0), step),
-        config=config,
-        mesh=mesh,
-        group_size=GROUP,
-        max_new_tokens=COMPLETION_LEN,
-        eos_id=EOS,
-        pad_id=0,
+PROMPTS = [
+    [workload.BOS_ID, *(byte + workload.FIRST_BYTE_ID for byte in prompt.encode())]
+    for prompt in workload.PROMPTS
+]
+
+
+def text_of(tokens: np.ndarray) -> str:
+    first = workload.FIRST_BYTE_ID
+    return bytes(int(t) - first for t in tokens if t >= first).decode("latin1")
+
+
+def completion(samples: Samples, p: int, g: int, advantage: float) -> packing.Completion:
+    """What was sampled in place `g` for prompt `p`."""
+    length = samples.lengths[p, g]
+    return packing.Completion(
+        tokens=np.asarray(samples.tokens[p, g, :length]),
+        mask=np.ones(length, np.float32),
+        logprobs=np.asarray(samples.logprobs[p, g, :length]),
+        processed_logprobs=np.asarray(samples.processed_logprobs[p, g, :length]),
+        advantages=np.full(length, advantage, np.float32),
     )
-    samples = jax.device_get(samples)
-    sampling.append(time.perf_counter() - before)
-    wall.append(time.perf_counter())
-    cpu.append(time.process_time())
-    reward = np.zeros((PROMPTS, GROUP), np.float32)
-    for p in range(PROMPTS):
-        for g in range(GROUP):
-            text = samples.tokens[p, g, : samples.lengths[p, g]]
-            reward[p, g] = np.sum(text == ord("a") + 4) / max(1, len(text))
-    rewards.append(round(float(reward.mean()), 4))
-    credit = np.asarray(
-        advantages.group_relative(jnp.asarray(reward), jnp.ones(reward.shape, bool))
+
+
+def rewards_of(samples: Samples) -> np.ndarray:
+    """[prompts, samples] float32."""
+    return np.array(
+        [
+            [
+                workload.share_of_target(text_of(tokens[:length]))
+                for tokens, length in zip(*group)
+            ]
+            for group in zip(samples.tokens, samples.lengths)
+        ],
+        np.float32,
     )
-    groups = []
-    for p in range(PROMPTS):
-        completions = []
-        for g in range(GROUP):
-            n = samples.lengths[p, g]
-            completions.append(
-                Completion(
-                    tokens=samples.tokens[p, g, :n],
-                    mask=np.ones(n, np.float32),
-                    logprobs=samples.logprobs[p, g, :n],
-                    processed_logprobs=samples.processed_logprobs[p, g, :n],
-                    advantages=np.full(n, credit[p, g], np.float32),
-                )
+
+
+def make_step() -> Callable[[int, workload.Clock], dict[str, float]]:
+    """A function that makes step number `i`, and gives the seconds of its parts."""
+    mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig())
+    lengths = np.array([len(prompt) for prompt in PROMPTS], np.int32)
+    longest = int(lengths.max())
+    tokens = np.full((len(PROMPTS), longest), workload.PAD_ID, np.int32)
+    for row, prompt in zip(tokens, PROMPTS):
+        row[: len(prompt)] = prompt
+    row_length = longest + 2 * workload.MAX_NEW_TOKENS
+    num_rows = packing.rows_needed(
+        num_groups=workload.NUM_PROMPTS,
+        group_size=workload.GROUP_SIZE,
+        prompt_length=longest,
+        completion_length=workload.MAX_NEW_TOKENS,
+        row_length=row_length,
+    )
+    adam = optimizer.adamw(learning_rate=workload.LEARNING_RATE)
+    state = init_state(
+        params_lib.init_params(0, transformer.param_specs(CONFIG), mesh), adam
+    )
+    policy = functools.partial(packed_logprobs, config=CONFIG, mesh=mesh)
+    update = jax.jit(
+        make_update(policy, losses.clipped, adam, micro_batch_rows=num_rows),
+        donate_argnums=0,
+    )
+    credit_fn = jax.jit(advantages.group_relative)
+    keys = jax.random.key(0)
+
+    def step(i: int, clock: workload.Clock) -> dict[str, float]:
+        nonlocal state
+        begin = time.perf_counter()
+        samples = jax.device_get(
+            generate(
+                state.params,
+                tokens,
+                lengths,
+                np.ones(len(PROMPTS), np.float32),
+                jax.random.fold_in(keys, i),
+                config=CONFIG,
+                mesh=mesh,
+                group_size=workload.GROUP_SIZE,
+                max_new_tokens=workload.MAX_NEW_TOKENS,
+                eos_id=workload.EOS_ID,
+                pad_id=workload.PAD_ID,
             )
-        groups.append(Group(prompt=prompts[p], completions=completions))
-    batch = pack(groups, num_rows=num_rows, row_length=row_length)
-    state, metrics = update(state, batch)
-    gap = float(metrics["logprob_gap"])
-step_s = float(np.median(np.diff(wall)[2:]))
-print(
-    json.dumps(
-        {
-            "system": "jaxpt",
-            "first_step_s": round(wall[1] - start, 3),
-            "step_s": round(step_s, 4),
-            "cpu_step_s": round(float(np.median(np.diff(cpu)[2:])), 4),
-            "completion_tokens_per_s": round(GROUP * PROMPTS * COMPLETION_LEN / step_s),
-            "rewards": rewards,
-            "sample_s": round(float(np.median(sampling[2:])), 4),
-            "logprob_gap": gap,
+        )
+        sampled = time.perf_counter()
+        rewards = rewards_of(samples)
+        clock.step(rewards.ravel().tolist(), int(samples.lengths.sum()))
+        credit = np.asarray(credit_fn(rewards, np.ones(rewards.shape, bool)))
+        groups = [
+            packing.Group(
+                prompt=prompt,
+                completions=[
+                    completion(samples, p, g, credit[p, g])
+                    for g in range(workload.GROUP_SIZE)
+                ],
+            )
+            for p, prompt in enumerate(PROMPTS)
+        ]
+        batch = packing.pack(groups, num_rows=num_rows, row_length=row_length)
+        packed = time.perf_counter()
+        state, metrics = update(state, batch)
+        gap = float(metrics["logprob_gap"])
+        return {
+            "sample": sampled - begin,
+            "pack": packed - sampled,
+            "update": time.perf_counter() - packed,
+            "gap": gap,
         }
-    )
-)
+
+    return step
+
+
+def main() -> None:
+    options = workload.arguments(__doc__ or "")
+    clock = workload.Clock()
+    step = make_step()
+    clock.begin()
+    # One more, so that `steps` of them end at the next one's rewards.
+    parts = [step(i, clock) for i in range(options.steps + workload.COLD_STEPS + 1)]
+    warm = parts[workload.COLD_STEPS :]
+    figures = clock.figures("jaxpt") | {
+        "parts_s": {
+            name: statistics.median(part[name] for part in warm)
+            for name in ("sample", "pack", "update")
+        },
+        "logprob_gap": max(part["gap"] for part in parts),
+    }
+    workload.report(figures, options.json)
+
+
+if __name__ == "__main__":
+    main()
