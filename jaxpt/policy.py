@@ -21,7 +21,9 @@ def packed_logprobs(
     mesh: Mesh,
     logits_chunk: int = 4096,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Logprob and entropy of every token given its parents; two arrays [R, T].
+    """Logprob and entropy of every token of a completion; two arrays [R, T].
+
+    They are 0 elsewhere: nothing is learnt from prompts, so nothing is spent on them.
 
     Counts: `expert_load` [L, E], the completion tokens that each expert got (MoE only).
     logits_chunk: tokens whose logits exist at the same time.
@@ -30,12 +32,12 @@ def packed_logprobs(
     hidden, _, routes = transformer.forward(
         params, batch.tokens, batch.positions, context, config=config, mesh=mesh
     )
-    R, T, D = hidden.shape
     predicting = jnp.take_along_axis(hidden, batch.parents[..., None], axis=1)
     logprobs, entropy = token_logprobs(
-        predicting.reshape(R * T, D),
+        predicting,
         layers.unembedding(params),
-        batch.tokens.reshape(R * T),
+        batch.tokens,
+        batch.branch_ids > 0,
         chunk_size=logits_chunk,
     )
     counts = {}
@@ -43,4 +45,4 @@ def packed_logprobs(
         counts["expert_load"] = moe.expert_load(
             routes, batch.completion_mask > 0, config.feed_forward.num_experts
         )
-    return logprobs.reshape(R, T), entropy.reshape(R, T), counts
+    return logprobs, entropy, counts

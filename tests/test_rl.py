@@ -75,24 +75,49 @@ def test_a_failed_sandbox_changes_nobodys_advantage(name):
 
 def test_token_logprobs_in_chunks_and_their_gradient():
     rng = np.random.default_rng(0)
-    hidden, head = rng.normal(size=(13, 5)), rng.normal(size=(5, 7))
-    targets = rng.integers(0, 7, 13)
+    R, T = 3, 13
+    hidden, head = rng.normal(size=(R, T, 5)), rng.normal(size=(5, 7))
+    targets = rng.integers(0, 7, (R, T))
+    wanted = rng.random((R, T)) < 0.4
     logits = hidden @ head
     values = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    chosen = np.take_along_axis(values, targets[..., None], -1)[..., 0]
+    entropies = -(np.exp(values) * values).sum(-1)
     hidden, head = hidden.astype(np.float32), head.astype(np.float32)
 
     def total(hidden, head, chunk):
-        logprobs, entropy = token_logprobs(hidden, head, targets, chunk_size=chunk)
-        return jnp.sum(logprobs) + 0.3 * jnp.sum(entropy)
+        results = token_logprobs(hidden, head, targets, wanted, chunk_size=chunk)
+        return jnp.sum(results[0]) + 0.3 * jnp.sum(results[1]), results
 
-    for chunk in (4, 13, 100):
-        logprobs, entropy = token_logprobs(hidden, head, targets, chunk_size=chunk)
-        np.testing.assert_allclose(logprobs, values[range(13), targets], atol=1e-5)
-        np.testing.assert_allclose(entropy, -(np.exp(values) * values).sum(-1), atol=1e-5)
-    whole = jax.grad(total, argnums=(0, 1))(hidden, head, 100)
-    chunked = jax.grad(total, argnums=(0, 1))(hidden, head, 4)
-    for a, b in zip(whole, chunked):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+    gradients = []
+    for chunk in (1, 4, 12, 39, 100):
+        gradient, (logprobs, entropy) = jax.grad(total, argnums=(0, 1), has_aux=True)(
+            hidden, head, chunk
+        )
+        np.testing.assert_allclose(logprobs, np.where(wanted, chosen, 0), atol=1e-5)
+        np.testing.assert_allclose(entropy, np.where(wanted, entropies, 0), atol=1e-5)
+        gradients.append(gradient)
+    assert not np.any(gradients[0][0][~wanted])
+    for gradient in gradients[:-1]:
+        for a, b in zip(gradient, gradients[-1]):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_chunks_without_a_wanted_token_are_not_computed():
+    # A hidden state that is not a number shows where logits were made.
+    hidden = np.full((2, 12, 4), np.nan, np.float32)
+    hidden[:, 5:8] = 1.0
+    wanted = np.zeros((2, 12), bool)
+    wanted[:, 5:8] = True
+    head, targets = np.ones((4, 3), np.float32), np.zeros((2, 12), np.int32)
+
+    def total(hidden, head):
+        results = token_logprobs(hidden, head, targets, wanted, chunk_size=6)
+        return sum(jnp.sum(x) for x in results)
+
+    value, gradients = jax.value_and_grad(total, argnums=(0, 1))(hidden, head)
+    assert np.isfinite(value)
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
 
 
 @settings(max_examples=30, deadline=None)
