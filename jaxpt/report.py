@@ -24,9 +24,12 @@ def write_report(workdir: Path, progress: dict[str, Any]) -> dict[str, Any]:
         "heldout_pass_after": after["sampled"],
         "heldout_pass_after_greedy": after["greedy"],
         "heldout_tasks": after["sampled_tasks"],
-        "heldout_by_domain": {
-            when: progress["heldout"][when]["sampled_by_domain"]
-            for when in ("before", "after")
+        **{
+            f"heldout_by_domain{suffix}": {
+                when: progress["heldout"][when][f"{name}_by_domain"]
+                for when in ("before", "after")
+            }
+            for name, suffix in (("sampled", ""), ("greedy", "_greedy"))
         },
         "programs_executed": progress["programs_executed"],
         "outcomes": progress["outcomes"],
@@ -95,10 +98,12 @@ def print_report(workdir: Path, summary: dict[str, Any]) -> None:
             ),
         )
     console.print(table)
+    executed = summary["programs_executed"]
+    programs = f"{executed} programs executed; " if executed else ""
     outcomes = ", ".join(f"{k} {v}" for k, v in sorted(summary["outcomes"].items()))
     console.print(
         f"{summary['steps']} steps in {summary['seconds']['total']:.0f} s; "
-        f"{summary['programs_executed']} programs executed; episodes: {outcomes}; "
+        f"{programs}episodes: {outcomes}; "
         f"largest sampler/trainer logprob gap {summary['max_logprob_gap']:.1e}.",
         highlight=False,
     )

@@ -106,10 +106,16 @@ def quickstart(workdirs: list[Path]) -> list[str]:
 
 def smollm2(workdir: Path) -> list[str]:
     run = figures(workdir)
-    rates = run["heldout_by_domain"]
+    sampled, greedy = run["heldout_by_domain"], run["heldout_by_domain_greedy"]
     by_domain = [
-        {"domain": name, "before": rates["before"][name], "after": rates["after"][name]}
-        for name in rates["before"]
+        {
+            "domain": name,
+            "sampled before": sampled["before"][name],
+            "sampled after": sampled["after"][name],
+            "greedy before": greedy["before"][name],
+            "greedy after": greedy["after"][name],
+        }
+        for name in sampled["before"]
     ]
     return [
         "## A real base",
@@ -117,9 +123,9 @@ def smollm2(workdir: Path) -> list[str]:
         "`configs/runs/smollm2_arithmetic.gin`: SmolLM2-135M-Instruct before and after RL.",
         "",
         *table({k: v for k, v in RUN_COLUMNS.items() if k != "programs executed"}, [run]),
-        "Sampled, by domain:",
+        "By domain:",
         "",
-        *table({name: name for name in ("domain", "before", "after")}, by_domain),
+        *table({name: name for name in by_domain[0]}, by_domain),
         "From the log of its steps:",
         "",
         *table(STEP_COLUMNS, steps(workdir)),
