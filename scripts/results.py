@@ -138,10 +138,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quickstart", type=Path, nargs="+", required=True)
-    parser.add_argument("--smollm2", type=Path, required=True)
+    parser.add_argument("--smollm2", type=Path)
     args = parser.parse_args()
     try:
-        lines = [*quickstart(args.quickstart), *smollm2(args.smollm2)]
+        lines = quickstart(args.quickstart)
+        if args.smollm2:
+            lines += smollm2(args.smollm2)
     except FileNotFoundError as error:
         print(f"error: {error.filename} is missing: is that run done?", file=sys.stderr)
         return 2

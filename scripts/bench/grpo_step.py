@@ -130,12 +130,19 @@ def table(comparison: dict) -> str:
             f"| {row['first_step_s']:.1f} | {row['first_two_steps_s']:.1f} "
             f"| {row['process_s']:.1f} |"
         )
-    rounds = len(comparison["rounds"][OURS])
-    steps = [f"{figures['step_s']:.3f}" for figures in comparison["rounds"][OURS]]
+    ours = comparison["rounds"][OURS]
+    rounds = len(ours)
+    steps = [f"{figures['step_s']:.3f}" for figures in ours]
+    parts = [
+        f"{part} {statistics.median(figures['parts_s'][part] for figures in ours):.3f} s"
+        for part in ours[0]["parts_s"]
+    ]
     lines += [
         "",
         f"step_ratio (jaxpt's step / the faster peer's): {comparison['step_ratio']:.2f}; "
         f"medians of {rounds} rounds, jaxpt's: {', '.join(steps)} s.",
+        "",
+        f"Of jaxpt's step: {', '.join(parts)}.",
     ]
     return "\n".join(lines)
 
