@@ -49,13 +49,16 @@ class Checkpoints:
             return
         size = sum(x.nbytes for x in jax.tree.leaves(state))
         free = shutil.disk_usage(self._folder).free
-        refusal = (
-            f"Checkpoint {number} ({size / 1e6:.0f} MB) could not be written to "
-            f"{self._folder} ({free / 1e6:.0f} MB free): {{}}. Free some space and start "
-            "the same command again: it resumes from the last whole one."
-        )
+
+        def refusal(reason: str) -> OSError:
+            return OSError(
+                f"Checkpoint {number} ({size / 1e6:.0f} MB) could not be written to "
+                f"{self._folder} ({free / 1e6:.0f} MB free): {reason}. Free some space and "
+                "start the same command again: it resumes from the last whole one."
+            )
+
         if free < size:
-            raise OSError(refusal.format("the disk is full"))
+            raise refusal("there is too little room")
         try:
             self._manager.save(
                 number,
@@ -69,7 +72,7 @@ class Checkpoints:
             for half_written in self._folder.glob(f"{number}.*"):
                 shutil.rmtree(half_written, ignore_errors=True)
             *_, reason = str(error).rsplit(": ", 1)
-            raise OSError(refusal.format(reason)) from error
+            raise refusal(reason) from error
 
     def restore(
         self, abstract_state: Callable[[dict[str, Any]], Any]

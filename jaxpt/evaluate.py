@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxpt.data.mixture import HELDOUT
+from jaxpt.domains.domain import HELDOUT
 from jaxpt.inference.sampling import SamplingConfig
 from jaxpt.rollout.episodes import Clock, RolloutConfig, Sampler
 from jaxpt.types import Trajectory

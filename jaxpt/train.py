@@ -25,7 +25,8 @@ from jaxpt import mesh as mesh_lib
 from jaxpt.base import Base
 from jaxpt.checkpoint import Checkpoints
 from jaxpt.data import batches, packing, worked_solutions
-from jaxpt.data.mixture import TRAIN, Mixture
+from jaxpt.data.mixture import Mixture
+from jaxpt.domains.domain import TRAIN
 from jaxpt.evaluate import EvaluationConfig, evaluate, passed
 from jaxpt.mesh import MeshConfig
 from jaxpt.metrics import RunLog

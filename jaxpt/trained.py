@@ -12,7 +12,7 @@ from jaxpt import configure, train
 from jaxpt import mesh as mesh_lib
 from jaxpt.base import Base
 from jaxpt.checkpoint import Checkpoints
-from jaxpt.inference.engine import generate
+from jaxpt.inference.engine import generate, pad_prompts
 from jaxpt.rl.update import TrainState, state_shapes
 
 
@@ -48,10 +48,12 @@ class Trained:
             tokenizer.encode_chat([{"role": "user", "content": prompt}])
             for prompt in prompts
         ]
-        lengths = np.array([len(tokens) for tokens in encoded], np.int32)
-        padded = np.full((len(encoded), lengths.max()), tokenizer.pad_id, np.int32)
-        for row, tokens in zip(padded, encoded, strict=True):
-            row[: len(tokens)] = tokens
+        padded, lengths = pad_prompts(
+            encoded,
+            num_prompts=len(encoded),
+            length=max(map(len, encoded)),
+            pad_id=tokenizer.pad_id,
+        )
         samples = generate(
             self.state.params,
             padded,

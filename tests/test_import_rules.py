@@ -15,12 +15,7 @@ FORBIDDEN = {
     "jaxpt/parallel": {"jaxpt.models", "jaxpt.inference", "jaxpt.rl"},
     "jaxpt/data": {"jaxpt.train", "jaxpt.rollout", "sandbox.pool"},
 }
-MAY_IMPORT_SANDBOX = (
-    "jaxpt/rewards",
-    "jaxpt/rollout",
-    "jaxpt/domains",
-    "jaxpt/train.py",
-)
+MAY_IMPORT_SANDBOX = ("jaxpt/rewards", "jaxpt/rollout", "jaxpt/domains")
 
 
 def imports(path: Path) -> set[str]:

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from jaxpt.domains.domain import HELDOUT, TRAIN
 from jaxpt.domains.programming import Programming, compose
 from jaxpt.domains.programming.catalogue import OPERATIONS
 from jaxpt.domains.programming.grader import grade
@@ -28,15 +29,15 @@ def test_no_function_behaves_the_same_in_both_splits():
     chooser = random.Random(0)
     seen = {
         split: {compose.draw(chooser, split, 2, 3)[1] for _ in range(1500)}
-        for split in (compose.TRAIN, compose.HELDOUT)
+        for split in (TRAIN, HELDOUT)
     }
-    assert not seen[compose.TRAIN] & seen[compose.HELDOUT]
-    assert len(seen[compose.HELDOUT]) > 500
+    assert not seen[TRAIN] & seen[HELDOUT]
+    assert len(seen[HELDOUT]) > 500
 
 
 def test_training_never_draws_a_reserved_composition():
     chooser = random.Random(1)
-    for split, reserved in ((compose.TRAIN, False), (compose.HELDOUT, True)):
+    for split, reserved in ((TRAIN, False), (HELDOUT, True)):
         for _ in range(500):
             program, _ = compose.draw(chooser, split, 2, 3)
             names = [step.operation.name for step in program]
@@ -48,7 +49,7 @@ def test_the_space_has_more_than_ten_thousand_functions():
     found = set()
     for program in compose.all_programs(2):
         signature = compose.behaviour(program)
-        if compose.split_of(program, signature) == compose.TRAIN and not compose.is_trivial(
+        if compose.split_of(program, signature) == TRAIN and not compose.is_trivial(
             signature
         ):
             found.add(signature)

@@ -146,6 +146,7 @@ def test_files_stdin_and_commands_reach_the_program(pool):
             {},
         ),
         ("open('out', 'wb').write(b'0' * 10**6)", "nonzero_exit", {"file_bytes": 999}),
+        ("open('out', 'wb').truncate(10**10)", "nonzero_exit", {}),
     ],
 )
 def test_what_a_program_does_wrong_is_its_own_failure(pool, code, reason, limits):

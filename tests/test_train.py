@@ -224,6 +224,18 @@ def test_a_run_can_be_sampled_from_and_toured(tmp_path, extra_config):
     """The sampling script and the notebook, on a run of their own."""
     workdir = tmp_path / "run"
     run(workdir, "STEPS = 1", files=extra_config)
+    code = (
+        "import sys; from jaxpt import trained; from jaxpt.models import params;"
+        "print(params.content_hash(trained.load(sys.argv[1]).state.params))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code, workdir],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert loaded.stdout.split()[-1] == summary(workdir)["params_sha256"]
     for arguments, shown in ((("--prompt", "x is a number. add 3."), "add 3."), ((), "->")):
         done = subprocess.run(
             [sys.executable, ROOT / "scripts/sample.py", "--workdir", workdir, *arguments],

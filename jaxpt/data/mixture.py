@@ -7,8 +7,6 @@ from jaxpt.data.tokenizer import Tokenizer
 from jaxpt.domains.domain import Domain, Task
 from jaxpt.types import Prompt
 
-TRAIN, HELDOUT = "train", "heldout"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixture:

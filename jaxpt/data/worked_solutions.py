@@ -59,10 +59,11 @@ def build(folder: Path, mixture: Mixture, *, num_examples: int, seed: int) -> An
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # it says that it downloads
                 builder.download_and_prepare()
-        except Exception as error:
+        except (OSError, RuntimeError) as error:  # the array_record writer's is the latter
+            raise OSError(f"Worked solutions could not be written: {error}") from error
+        finally:
             for half_written in builder.data_path.parent.glob("incomplete.*"):
                 shutil.rmtree(half_written, ignore_errors=True)
-            raise OSError(f"Worked solutions could not be written: {error}") from error
     source: Any = builder.as_data_source(split="train")  # pyright: ignore[reportCallIssue]
     if len(source) != num_examples:
         raise ValueError(

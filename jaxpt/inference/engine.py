@@ -1,10 +1,11 @@
 """Sampling groups of completions: prefill once per prompt, then one jitted decode loop."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import Mesh
 
@@ -35,6 +36,24 @@ class Samples:
     processed_logprobs: jax.Array
     lengths: jax.Array
     finished: jax.Array
+
+
+def pad_prompts(
+    prompts: Sequence[Sequence[int]], *, num_prompts: int, length: int, pad_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [num_prompts, length] and lengths [num_prompts], as `generate` takes them."""
+    longest = max(map(len, prompts), default=0)
+    if len(prompts) > num_prompts or longest > length:
+        raise ValueError(
+            f"{len(prompts)} prompts of at most {longest} tokens do not fit "
+            f"num_prompts={num_prompts} and length={length}."
+        )
+    tokens = np.full((num_prompts, length), pad_id, np.int32)
+    lengths = np.zeros(num_prompts, np.int32)
+    for p, prompt in enumerate(prompts):
+        tokens[p, : len(prompt)] = prompt
+        lengths[p] = len(prompt)
+    return tokens, lengths
 
 
 @functools.partial(

@@ -28,10 +28,10 @@ def unembedding(params: dict) -> jax.Array:
 
 @jax.custom_vjp
 def project(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x: BTD times weight: [D, ...] -> [B, T, ...], for outputs wider than D.
+    """x: BTD times weight: [D, ...] -> [B, T, ...].
 
     The derivative by the weight is a product over tokens, for which one factor has to be
-    turned: here x, the narrow one. JAX's own rule turns the gradient, and on a CPU computes
+    turned: here x, the cheap one. JAX's own rule turns the gradient, and on a CPU computes
     what the gradient is made of in the turned order: three times as long.
     """
     return jnp.tensordot(x, weight, axes=1)

@@ -89,7 +89,7 @@ def make_update(
 
     Args:
       micro_batch_rows: rows in one forward and backward pass; it divides the rows of every
-        batch. Only the first `batch.num_rows` rows are computed.
+        batch. Passes after the first `batch.num_rows` rows are left out.
 
     The metrics are float32 scalars, except the policy's counts, which come as they are:
       loss, entropy, and the loss function's own: means over completion tokens.

@@ -18,7 +18,7 @@ import numpy as np
 from jaxpt import mesh as mesh_lib
 from jaxpt.base import Base
 from jaxpt.data.mixture import Mixture
-from jaxpt.inference.engine import generate
+from jaxpt.inference.engine import generate, pad_prompts
 from jaxpt.inference.sampling import SamplingConfig
 from jaxpt.rewards import grade
 from jaxpt.rewards.callback_queue import CallbackQueue, then
@@ -88,7 +88,12 @@ class Sampler:
         clock: gets the seconds of `sample` and of `reward` (waiting after sampling).
         """
         G = config.group_size
-        tokens, lengths = self._padded(prompts, config)
+        tokens, lengths = pad_prompts(
+            [prompt.tokens for prompt in prompts],
+            num_prompts=config.num_prompts,
+            length=config.max_prompt_length,
+            pad_id=self.base.tokenizer.pad_id,
+        )
         temperatures = np.full(config.num_prompts, config.sampling.temperature, np.float32)
 
         def submit(row: int, tokens: np.ndarray):
@@ -121,21 +126,6 @@ class Sampler:
             [self._trajectory(prompt, samples, p, g, outcomes[p * G + g]) for g in range(G)]
             for p, prompt in enumerate(prompts)
         ]
-
-    def _padded(
-        self, prompts: Sequence[Prompt], config: RolloutConfig
-    ) -> tuple[np.ndarray, np.ndarray]:
-        if len(prompts) > config.num_prompts:
-            raise ValueError(
-                f"{len(prompts)} prompts, but num_prompts={config.num_prompts}."
-            )
-        shape = (config.num_prompts, config.max_prompt_length)
-        tokens = np.full(shape, self.base.tokenizer.pad_id, np.int32)
-        lengths = np.zeros(config.num_prompts, np.int32)
-        for p, prompt in enumerate(prompts):
-            tokens[p, : len(prompt.tokens)] = prompt.tokens
-            lengths[p] = len(prompt.tokens)
-        return tokens, lengths
 
     def _submit(self, prompt: Prompt, tokens: np.ndarray, job_id: str):
         domain = self.mixture.domain(prompt.domain)

@@ -19,7 +19,7 @@ import workload
 
 from jaxpt import mesh as mesh_lib
 from jaxpt.data import packing
-from jaxpt.inference.engine import Samples, generate
+from jaxpt.inference.engine import Samples, generate, pad_prompts
 from jaxpt.models import params as params_lib
 from jaxpt.models import transformer
 from jaxpt.models.config import DenseConfig, ModelConfig
@@ -79,11 +79,10 @@ def rewards_of(samples: Samples) -> np.ndarray:
 def make_step() -> Callable[[int, workload.Clock], dict[str, float]]:
     """A function that makes step number `i`, and gives the seconds of its parts."""
     mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig())
-    lengths = np.array([len(prompt) for prompt in PROMPTS], np.int32)
-    longest = int(lengths.max())
-    tokens = np.full((len(PROMPTS), longest), workload.PAD_ID, np.int32)
-    for row, prompt in zip(tokens, PROMPTS):
-        row[: len(prompt)] = prompt
+    longest = max(map(len, PROMPTS))
+    tokens, lengths = pad_prompts(
+        PROMPTS, num_prompts=len(PROMPTS), length=longest, pad_id=workload.PAD_ID
+    )
     row_length = longest + 2 * workload.MAX_NEW_TOKENS
     num_rows = packing.rows_needed(
         num_groups=workload.NUM_PROMPTS,

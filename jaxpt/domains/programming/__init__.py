@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxpt.domains import domain
 from jaxpt.domains.domain import Task
 from jaxpt.domains.programming import compose
 from jaxpt.domains.programming.compose import Program
@@ -74,9 +75,7 @@ class Programming:
             )
 
     def task(self, split: str, seed: int, index: int) -> Task:
-        if split not in (compose.TRAIN, compose.HELDOUT):
-            raise ValueError(f"split {split!r} must be 'train' or 'heldout'.")
-        task_id = f"{self.name}/{split}/{seed}/{index}"
+        task_id = domain.task_id(self.name, split, seed, index)
         chooser = random.Random(task_id)
         program, _ = compose.draw(chooser, split, self.min_steps, self.max_steps)
         kind = program[0].operation.takes

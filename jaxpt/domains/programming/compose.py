@@ -14,10 +14,10 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from jaxpt.domains.domain import HELDOUT, TRAIN
 from jaxpt.domains.programming.catalogue import TAKING
 from jaxpt.domains.programming.operations import INT, LIST, STR, TYPES, Operation
 
-TRAIN, HELDOUT = "train", "heldout"
 RESERVED_PAIRS = 8  # one adjacent pair of operations in so many is held out
 HELDOUT_BUCKETS = 8  # one behaviour in so many may be held out
 
