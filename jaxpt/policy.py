@@ -28,7 +28,9 @@ def packed_logprobs(
     Counts: `expert_load` [L, E], the completion tokens that each expert got (MoE only).
     logits_chunk: tokens whose logits exist at the same time.
     """
-    context = PackedContext(mask=tree_mask(batch.segment_ids, batch.branch_ids))
+    # Made once: every layer's scores would make it anew, several times.
+    mask = jax.lax.optimization_barrier(tree_mask(batch.segment_ids, batch.branch_ids))
+    context = PackedContext(mask=mask)
     hidden, _, routes = transformer.forward(
         params, batch.tokens, batch.positions, context, config=config, mesh=mesh
     )

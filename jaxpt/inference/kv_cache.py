@@ -45,9 +45,10 @@ class DecodeContext:
     The forward function sees the tokens as [P, G]: the completions of a prompt stand where
     a sequence's positions would, and share the prompt's keys.
 
-    layers: the prompts' keys and values, each [L, P, N, S, K], and the completions', each
-    [L, P, G, N, C, K]; or a list of such for each layer, without the L, where layers are
-    unrolled. After the forward pass the layer states are what `append` needs: the new
+    layers: the prompts' keys and values, each [L, P, N, S, K], and the completions', keys
+    [L, P, G, N, K, C] and values [L, P, G, N, C, K]: so neither is turned for its product.
+    Or a list of such for each layer, without the L, where layers are unrolled.
+    After the forward pass the layer states are what `append` needs: the new
     token's (keys, values), each [L, P, G, N, K], or, where layers are unrolled, the
     completions' caches with them in. So each way the caches are written in place, where a
     scan's results would be copies.
@@ -63,9 +64,9 @@ class DecodeContext:
         prompt_keys, prompt_values, keys, values = layer
         keys, values = _put(keys, values, (k, v), self.step)
         q = q * q.shape[-1] ** -0.5
-        S, C = prompt_keys.shape[-2], keys.shape[-2]
+        S, C = prompt_keys.shape[-2], keys.shape[-1]
         prompt_scores = jnp.einsum("PgNGK,PNSK->PgNGS", q, prompt_keys)
-        scores = jnp.einsum("PgNGK,PgNCK->PgNGC", q, keys)
+        scores = jnp.einsum("PgNGK,PgNKC->PgNGC", q, keys)
         prompt_mask = self.prompt_mask[:, None, None, None]
         seen = jnp.arange(C) <= self.step
         scores = jnp.concatenate(
@@ -95,7 +96,7 @@ class DecodeContext:
 def _put(keys: jax.Array, values: jax.Array, new: Any, step: jax.Array):
     """The caches with the new token's keys and values at place `step`."""
     put = jax.lax.dynamic_update_index_in_dim
-    return put(keys, new[0], step, axis=-2), put(values, new[1], step, axis=-2)
+    return put(keys, new[0], step, axis=-1), put(values, new[1], step, axis=-2)
 
 
 def decode_context(
@@ -108,8 +109,9 @@ def decode_context(
 
     def empty(prompt_keys, prompt_values):
         *leading, N, _, K = prompt_keys.shape
-        keys = jnp.zeros((*leading, group_size, N, max_new_tokens, K), prompt_keys.dtype)
-        return prompt_keys, prompt_values, keys, keys
+        shape = (*leading, group_size, N, max_new_tokens, K)
+        values = jnp.zeros(shape, prompt_values.dtype)
+        return prompt_keys, prompt_values, jnp.swapaxes(values, -1, -2), values
 
     unrolled = isinstance(prefilled, list)
     layers = [empty(*layer) for layer in prefilled] if unrolled else empty(*prefilled)

@@ -33,21 +33,48 @@ class Context(Protocol):
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Softmax attention; q: BTNGK, k and v: BSNK, mask: BTS (True = visible) -> BTNGK.
-
-    The scores, which are the large array here, are written and read as few times as can be:
-    heads come first in both factors of each product, so that no product is turned, and the
-    softmax's division comes after the sum over values.
-    """
+    """Softmax attention; q: BTNGK, k and v: BSNK, mask: BTS (True = visible) -> BTNGK."""
     q = jnp.einsum("BTNGK->BNGTK", q * q.shape[-1] ** -0.5)
-    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    out = _attend(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), mask)
+    return jnp.einsum("BNGTK->BTNGK", out)
+
+
+@jax.custom_vjp
+def _attend(q, k, v, mask):
+    """Heads first: q, scaled, BNGTK, k and v: BNSK, mask: BTS -> BNGTK.
+
+    The scores, which are the large array here, are written and read as few times as can be.
+    The softmax's division comes after the sum over values, and the derivative, which has
+    the algebra of FlashAttention's (arXiv:2205.14135, appendix B.4), keeps one array of
+    their size and turns none.
+    """
+    return _attend_forward(q, k, v, mask)[0]
+
+
+def _attend_forward(q, k, v, mask):
     scores = jnp.einsum("BNGTK,BNSK->BNGTS", q, k)
     scores = jnp.where(mask[:, None, None], scores, NEGATIVE)
-    largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    weights = jnp.exp(scores - largest)
-    out = jnp.einsum("BNGTS,BNSK->BNGTK", weights, v)
-    out /= jnp.sum(weights, axis=-1, keepdims=True)
-    return jnp.einsum("BNGTK->BTNGK", out)
+    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    out = jnp.einsum("BNGTS,BNSK->BNGTK", weights, v) / total
+    return out, (q, k, v, weights, total, out)
+
+
+def _attend_backward(saved, gradient):
+    q, k, v, weights, total, out = saved
+    gradient = gradient / total
+    into_weights = jnp.einsum("BNGTK,BNSK->BNGTS", gradient, v)
+    mean = jnp.sum(gradient * out, axis=-1, keepdims=True)
+    into_scores = weights * (into_weights - mean)
+    return (
+        jnp.einsum("BNGTS,BNSK->BNGTK", into_scores, k),
+        jnp.swapaxes(jnp.einsum("BNGTK,BNGTS->BNKS", q, into_scores), -1, -2),
+        jnp.swapaxes(jnp.einsum("BNGTK,BNGTS->BNKS", gradient, weights), -1, -2),
+        None,
+    )
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def tree_mask(segment_ids: jax.Array, branch_ids: jax.Array) -> jax.Array:

@@ -58,4 +58,6 @@ def swiglu(
     """down(silu(gate(x)) * up(x)) (arXiv:2002.05202); x: BTD, projections DF, DF, FD."""
     gate = project(x, gate_proj)
     up = project(x, up_proj)
-    return jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, down_proj)
+    # The derivative makes it anew, which costs less than to keep its parts.
+    hidden = jax.checkpoint(lambda gate, up: jax.nn.silu(gate) * up)(gate, up)
+    return jnp.einsum("BTF,FD->BTD", hidden, down_proj)
