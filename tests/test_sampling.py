@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpt.inference.sampling import SamplingConfig, draw, process, sample
+from jaxpt.inference.sampling import SamplingConfig, cumulative, draw, process, sample
 
 
 def oracle(logits, temperature, top_k, top_p):
@@ -81,3 +81,10 @@ def test_bad_settings_are_refused_with_the_number(bad):
 def test_a_setting_without_effect_is_refused():
     with pytest.raises(ValueError, match="no effect"):
         SamplingConfig(temperature=0.0, top_k=5)
+
+
+@pytest.mark.parametrize("size", [1, 31, 33, 260, 1025, 40_000])
+def test_cumulative_sums_in_blocks(size):
+    x = np.random.default_rng(size).random((3, size)).astype(np.float32)
+    expected = np.cumsum(x, axis=-1, dtype=np.float64)
+    np.testing.assert_allclose(cumulative(x), expected, rtol=1e-5)

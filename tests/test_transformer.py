@@ -3,10 +3,12 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpt.data.packing import pack
+from jaxpt.models.attention import attend
 from jaxpt.models.config import ModelConfig, MoEConfig
 from jaxpt.policy import packed_logprobs
 from tests import oracle
@@ -103,3 +105,22 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused():
     config: ModelConfig = model_config(num_kv_heads=1)
     with pytest.raises(ValueError, match=r"kv_heads dimension is 1.*tensor=2"):
         init(config, make_mesh(tensor=2))
+
+
+def test_attention_has_the_derivative_that_differentiation_finds():
+    B, T, N, G, K = 2, 9, 2, 3, 4
+    rng = np.random.default_rng(0)
+    q, out_weights = rng.normal(size=(2, B, T, N, G, K)).astype(np.float32) * 2
+    k, v = rng.normal(size=(2, B, T, N, K)).astype(np.float32) * 2
+    mask = np.tril(rng.random((B, T, T)) < 0.7) | np.eye(T, dtype=bool)
+
+    def plain(q, k, v):
+        scores = jnp.einsum("BTNGK,BSNK->BTSNG", q, k) / K**0.5
+        scores = jnp.where(mask[..., None, None], scores, jnp.finfo(jnp.float32).min)
+        return jnp.einsum("BTSNG,BSNK->BTNGK", jax.nn.softmax(scores, axis=2), v)
+
+    ours = jax.vjp(lambda *x: attend(*x, jnp.asarray(mask)), q, k, v)
+    expected = jax.vjp(plain, q, k, v)
+    np.testing.assert_allclose(ours[0], expected[0], rtol=1e-5, atol=1e-6)
+    for gradient, other in zip(ours[1](out_weights), expected[1](out_weights)):
+        np.testing.assert_allclose(gradient, other, rtol=1e-4, atol=1e-5)

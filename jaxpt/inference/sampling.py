@@ -67,7 +67,7 @@ def process(
     return jnp.where(greedy, only_best, jax.nn.log_softmax(logits))
 
 
-def _cumulative(x: jax.Array, block: int = 32) -> jax.Array:
+def cumulative(x: jax.Array, block: int = 32) -> jax.Array:
     """Sums of the first 1, 2, ... entries of the last dimension; [..., V] -> [..., V].
 
     By products with triangles of ones, which cost a quarter of `jnp.cumsum` on a CPU.
@@ -79,8 +79,8 @@ def _cumulative(x: jax.Array, block: int = 32) -> jax.Array:
     leading = [(0, 0)] * (x.ndim - 1)
     blocks = -(-size // block)
     x = jnp.pad(x, [*leading, (0, blocks * block - size)])
-    within = _cumulative(x.reshape(*x.shape[:-1], blocks, block), block)
-    totals = _cumulative(within[..., -1], block)
+    within = cumulative(x.reshape(*x.shape[:-1], blocks, block), block)
+    totals = cumulative(within[..., -1], block)
     before = jnp.pad(totals[..., :-1], [*leading, (1, 0)])
     return (within + before[..., None]).reshape(x.shape)[..., :size]
 
@@ -93,9 +93,9 @@ def draw(uniform: jax.Array, logprobs: jax.Array) -> jax.Array:
     """
     probabilities = jnp.exp(logprobs)
     possible = probabilities > 0
-    cumulative = _cumulative(probabilities)
-    total = jnp.max(jnp.where(possible, cumulative, 0.0), axis=-1, keepdims=True)
-    return _first((cumulative > uniform[..., None] * total) & possible)
+    sums = cumulative(probabilities)
+    total = jnp.max(jnp.where(possible, sums, 0.0), axis=-1, keepdims=True)
+    return _first((sums > uniform[..., None] * total) & possible)
 
 
 def sample(

@@ -33,7 +33,11 @@ class Context(Protocol):
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Softmax attention; q: BTNGK, k and v: BSNK, mask: BTS (True = visible) -> BTNGK."""
+    """Softmax attention; q: BTNGK, k and v: BSNK, mask: BTS (True = visible) -> BTNGK.
+
+    A query that sees nothing gets the mean of all values, without a derivative that means
+    anything: only padding may be one.
+    """
     q = jnp.einsum("BTNGK->BNGTK", q * q.shape[-1] ** -0.5)
     out = _attend(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), mask)
     return jnp.einsum("BNGTK->BTNGK", out)
