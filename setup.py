@@ -36,6 +36,7 @@ setup(
         "numpy>=2.0",
         "optax>=0.2.5",
         "orbax-checkpoint>=0.12",
+        "pyseccomp>=0.1.2",
         "rich>=13.0",
         "safetensors>=0.5",
         "tensorboard>=2.19",

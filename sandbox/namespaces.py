@@ -1,12 +1,16 @@
 """The few Linux calls that Python's `os` does not have: unshare, mount, pdeathsig."""
 
 import ctypes
+import fcntl
 import os
 import signal
+import socket
+import struct
 
 _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWNET = 0x00020000, 0x10000000, 0x40000000
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _MNT_DETACH, _PR_SET_PDEATHSIG = 2, 1
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -23,7 +27,7 @@ def die_with_parent() -> None:
 
 
 def private_mounts_and_network() -> None:
-    """Gives this process mounts of its own and a network with nothing in it.
+    """Gives this process mounts of its own and a network with nothing in it but `lo`.
 
     Both end with it. Without root, within a user namespace in which it is root.
     """
@@ -39,6 +43,9 @@ def private_mounts_and_network() -> None:
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     _check(_libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None), "mount private")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        up = struct.pack("16sh", b"lo", _IFF_UP)
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, up)
 
 
 def mount_tmpfs(path: str, *, size: int, uid: int, inodes: int = 4096) -> None:

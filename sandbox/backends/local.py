@@ -2,9 +2,9 @@
 
 Each has its own user, mount, pid, network, ipc, uts and cgroup namespaces, a read-only
 root made of the system's libraries and one Python, a workspace in memory of bounded
-size, a fixed environment, no capabilities, and resource limits. A worker that runs as
-root starts them under an unprivileged uid of their own, because limits on processes do
-not bind root.
+size, a fixed environment, no capabilities, a filter of system calls, and resource limits.
+A worker that runs as root starts them under an unprivileged uid of their own, because
+limits on processes do not bind root.
 
 Not bounded here, for want of cgroups: the memory of all processes of a sandbox
 together, which limits bound for each alone, and shared memory that none has attached.
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sandbox import limits as limits_lib
-from sandbox import namespaces
+from sandbox import namespaces, seccomp
 from sandbox.backends import ending
 from sandbox.backends.artifacts import read_artifact
 from sandbox.protocol import Execution, Limits, Output
@@ -103,6 +103,7 @@ class LocalBackend:
         namespaces.private_mounts_and_network()
         namespaces.mount_tmpfs(_ROOT, size=16 << 20, uid=0)
         self._bwrap = self._place_bwrap()
+        self._seccomp = self._place_seccomp()
         self._python = os.path.realpath(sys.executable)
         self._prefix = os.path.realpath(sys.base_prefix)
         self._workspace = self._folder("workspace")
@@ -134,11 +135,19 @@ class LocalBackend:
             )
         return found
 
+    def _place_seccomp(self) -> str:
+        path = f"{_ROOT}/seccomp"
+        try:
+            Path(path).write_bytes(seccomp.program())
+        except RuntimeError as error:
+            raise SandboxUnavailable(str(error)) from error
+        return path
+
     def _arguments(self, *binds: str) -> list[str]:
-        """bubblewrap's, up to the command; binds are its options for more mounts."""
+        """bubblewrap's for `_popen`, up to the command; binds: those for more mounts."""
         # The network is the worker's own empty one: making a network for each command
         # costs as much as the rest of its sandbox, and nothing of a command outlives it.
-        arguments = [self._bwrap, "--unshare-user", "--unshare-pid", "--unshare-ipc"]
+        arguments = ["--unshare-user", "--unshare-pid", "--unshare-ipc"]
         arguments += ["--unshare-uts", "--unshare-cgroup-try", "--die-with-parent"]
         arguments += ["--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
         arguments += ["--ro-bind", "/usr", "/usr"]
@@ -170,6 +179,7 @@ class LocalBackend:
         pass_fds: tuple[int, ...] = (),
         **more,
     ) -> subprocess.Popen:
+        """bubblewrap with these arguments and the filter of system calls."""
         worker = os.getpid()
 
         def before_exec():
@@ -182,14 +192,15 @@ class LocalBackend:
 
         if uid is not None:
             more |= _as_uid(uid)
-        return subprocess.Popen(
-            arguments,
-            env={"PATH": _ENVIRONMENT["PATH"]},
-            cwd="/",
-            preexec_fn=before_exec,  # noqa: PLW1509 (a worker has one thread)
-            pass_fds=(3, *pass_fds),
-            **more,
-        )
+        with open(self._seccomp, "rb") as rules:
+            return subprocess.Popen(
+                [self._bwrap, "--seccomp", str(rules.fileno()), *arguments],
+                env={"PATH": _ENVIRONMENT["PATH"]},
+                cwd="/",
+                preexec_fn=before_exec,  # noqa: PLW1509 (a worker has one thread)
+                pass_fds=(3, rules.fileno(), *pass_fds),
+                **more,
+            )
 
     def run(self, execution: Execution) -> Ran:
         """Runs a command to its end; nothing of it is alive on return.

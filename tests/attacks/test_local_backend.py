@@ -424,6 +424,76 @@ def test_it_has_no_powers_and_sees_only_itself(attack):
     assert told(result) == "[]"
 
 
+def test_calls_that_act_on_the_machine_do_not_exist(attack):
+    result = attack(
+        """
+        import ctypes, errno, platform, socket
+        libc = ctypes.CDLL(None, use_errno=True)
+        found = []
+        def refused(name, returned):
+            if returned != -1 or ctypes.get_errno() != errno.ENOSYS:
+                found.append((name, returned, ctypes.get_errno()))
+        refused("ptrace", libc.ptrace(0, 0, 0, 0))
+        refused("unshare", libc.unshare(0x10000000))
+        refused("setns", libc.setns(0, 0))
+        refused("mount", libc.mount(b"none", b"/tmp", b"tmpfs", 0, None))
+        refused("umount", libc.umount2(b"/tmp", 0))
+        refused("personality", libc.personality(0))
+        numbers = {
+            "pivot_root": 155, "keyctl": 250, "add_key": 248, "request_key": 249,
+            "perf_event_open": 298, "open_by_handle_at": 304, "process_vm_readv": 310,
+            "process_vm_writev": 311, "kcmp": 312, "bpf": 321, "userfaultfd": 323,
+            "init_module": 175, "kexec_load": 246, "io_uring_setup": 425,
+            "open_tree": 428, "move_mount": 429, "fsopen": 430, "clone3": 435,
+            "pidfd_getfd": 438, "mount_setattr": 442, "a later kernel's": 600,
+        }
+        if platform.machine() == "x86_64":
+            for name, number in numbers.items():
+                refused(name, libc.syscall(number, 0, 0, 0, 0, 0, 0))
+            for flag in (17, 25, 26, 27, 28, 29, 30):  # SIGCHLD with a new namespace
+                returned = libc.syscall(56, 17 | 1 << flag, 0, 0, 0, 0)
+                if returned == 0:
+                    libc._exit(0)
+                refused(f"clone with {flag}", returned)
+        for family in (socket.AF_PACKET, socket.AF_VSOCK, socket.AF_ALG):
+            refused(family.name, libc.socket(family, socket.SOCK_RAW, 0))
+        open("out", "w").write(repr(found))
+        """,
+        processes=32,
+    )
+    assert told(result) == "[]"
+
+
+def test_what_honest_programs_do_is_not_refused(attack):
+    result = attack(
+        """
+        import os, socket, subprocess, tempfile, threading
+        ran = []
+        thread = threading.Thread(target=lambda: ran.append("thread"))
+        thread.start()
+        thread.join()
+        ran.append(subprocess.run(["sh", "-c", "echo sh | cat"], capture_output=True,
+                                  text=True, check=True).stdout.strip())
+        a, b = socket.socketpair()
+        a.send(b"pair")
+        ran.append(b.recv(9).decode())
+        server = socket.create_server(("127.0.0.1", 0))
+        client = socket.create_connection(server.getsockname())
+        client.send(b"loopback")
+        ran.append(server.accept()[0].recv(9).decode())
+        with tempfile.NamedTemporaryFile("w+") as file:
+            file.write("file")
+            file.seek(0)
+            ran.append(file.read())
+        if os.fork() == 0:
+            os._exit(7)
+        ran.append(os.waitstatus_to_exitcode(os.wait()[1]))
+        open("out", "w").write(repr(ran))
+        """
+    )
+    assert told(result) == repr(["thread", "sh", "pair", "loopback", "file", 7])
+
+
 def test_each_worker_has_users_of_its_own(pool):
     if os.getuid() != 0:
         pytest.skip("only root can give its sandboxes other users")
