@@ -28,9 +28,7 @@ def packed_logprobs(
     Counts: `expert_load` [L, E], the completion tokens that each expert got (MoE only).
     logits_chunk: tokens whose logits exist at the same time.
     """
-    # Made once: every layer's scores would make it anew, several times.
-    mask = jax.lax.optimization_barrier(tree_mask(batch.segment_ids, batch.branch_ids))
-    context = PackedContext(mask=mask)
+    context = PackedContext(mask=tree_mask(batch.segment_ids, batch.branch_ids))
     hidden, _, routes = transformer.forward(
         params, batch.tokens, batch.positions, context, config=config, mesh=mesh
     )

@@ -9,7 +9,8 @@ def cos_sin(
 ) -> tuple[jax.Array, jax.Array]:
     """Factors of a turn; positions: BT -> two arrays [B, T, head_dim], see `rotate`.
 
-    Angles are float32: exact to 2^24 positions.
+    Angles are float32: exact to 2^24 positions. Whole heads' factors are joined here, which
+    also keeps XLA from making sines anew in every rotation on a CPU.
     """
     exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     angles = positions[..., None].astype(jnp.float32) * theta**-exponents

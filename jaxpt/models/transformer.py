@@ -85,10 +85,7 @@ def forward(
       routes: the experts chosen, [L, B, T, k] int32, or None for a dense model.
     """
     params = split_layers(params, config)
-    # Made once: fused into each rotation, sines would be most of its cost.
-    angles = jax.lax.optimization_barrier(
-        rope.cos_sin(positions, config.head_dim, config.rope_theta)
-    )
+    angles = rope.cos_sin(positions, config.head_dim, config.rope_theta)
     activation_axes = ("batch", "length", None)
     x = mesh_lib.constrain(layers.embed(params, tokens), mesh, activation_axes)
 
