@@ -18,7 +18,7 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
-from sandbox import self_check
+from sandbox import cgroups, self_check
 from sandbox.backends.local import SandboxUnavailable
 from sandbox.lines import Lines, LineTooLong
 from sandbox.protocol import Job, Output, ProtocolError, Result
@@ -283,3 +283,4 @@ class _WorkerProcess:
         if process is not None:
             process.kill()
             process.wait()
+            cgroups.remove_those_of_the_dead()

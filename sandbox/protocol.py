@@ -53,6 +53,7 @@ def _is_utf8(text: str) -> bool:
 class Limits:
     """What one sandbox may use. Memory and file sizes are per process and per file.
 
+    Where control groups can be made, `memory_bytes` also bounds all its processes together.
     output_bytes: kept of stdout and of stderr, half from the head, half from the tail.
     workspace_bytes: all files of the workspace together.
     """

@@ -6,8 +6,9 @@ size, a fixed environment, no capabilities, a filter of system calls, and resour
 A worker that runs as root starts them under an unprivileged uid of their own, because
 limits on processes do not bind root.
 
-Not bounded here, for want of cgroups: the memory of all processes of a sandbox
-together, which limits bound for each alone, and shared memory that none has attached.
+Control groups bound what its processes use together, where the worker may make them.
+Elsewhere not bounded: the memory of all processes of a sandbox together, which limits
+bound for each alone, and shared memory that none has attached.
 """
 
 import contextlib
@@ -21,8 +22,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from sandbox import cgroups, namespaces, seccomp
 from sandbox import limits as limits_lib
-from sandbox import namespaces, seccomp
 from sandbox.backends import ending
 from sandbox.backends.artifacts import read_artifact
 from sandbox.protocol import Execution, Limits, Output
@@ -47,7 +48,8 @@ _BOUND = 'ulimit -u "$0" 2>/dev/null || ulimit -p "$0" || exit 125\n'
 # what fails after it is the command's.
 _SAY_STARTED = "echo >&3; exec 3>&-\n"
 _BECOME = 'exec "$@"'
-_EXTRA_PROCESSES = 2  # bubblewrap's own
+_EXTRA_PROCESSES = 2  # bubblewrap's own, in the sandbox
+_TMP_BYTES = 16 << 20  # of /tmp, and of /dev/shm
 
 
 class SandboxUnavailable(RuntimeError):
@@ -76,6 +78,7 @@ class GraderSandbox:
     process: subprocess.Popen
     verdicts: int
     folder: str
+    group: cgroups.Group
 
     def close(self) -> None:
         self.process.kill()  # its sandbox dies with bubblewrap
@@ -84,6 +87,7 @@ class GraderSandbox:
             self.process.stdin.close()
         os.close(self.verdicts)
         shutil.rmtree(self.folder)
+        self.group.close()
 
 
 class LocalBackend:
@@ -100,6 +104,8 @@ class LocalBackend:
         self._agent_uid = agent_uid if has_uids else None
         self._grader_uid = agent_uid + 1 if has_uids else None
         self._graders_started = 0
+        self._groups_made = 0
+        cgroups.remove_those_of_the_dead()
         namespaces.private_mounts_and_network()
         namespaces.mount_tmpfs(_ROOT, size=16 << 20, uid=0)
         self._bwrap = self._place_bwrap()
@@ -159,8 +165,8 @@ class LocalBackend:
         if not self._python.startswith("/usr/"):
             arguments += ["--ro-bind", f"{_ROOT}/python", self._prefix]
         arguments += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-        arguments += ["--size", str(16 << 20), "--tmpfs", "/tmp"]
-        arguments += ["--size", str(16 << 20), "--tmpfs", "/dev/shm"]
+        arguments += ["--size", str(_TMP_BYTES), "--tmpfs", "/tmp"]
+        arguments += ["--size", str(_TMP_BYTES), "--tmpfs", "/dev/shm"]
         # In a user namespace of its own a program could mount memory without bound.
         arguments += ["--disable-userns"]
         arguments += [*binds, "--remount-ro", "/", "--clearenv"]
@@ -173,13 +179,14 @@ class LocalBackend:
         arguments: list[str],
         *,
         uid: int | None,
+        group: cgroups.Group,
         limits: Limits,
         cpu: bool,
         fd3: int,
         pass_fds: tuple[int, ...] = (),
         **more,
     ) -> subprocess.Popen:
-        """bubblewrap with these arguments and the filter of system calls."""
+        """bubblewrap with these arguments and the filter of calls, within the group."""
         worker = os.getpid()
 
         def before_exec():
@@ -187,12 +194,14 @@ class LocalBackend:
             namespaces.die_with_parent()
             if os.getppid() != worker:
                 os._exit(1)
+            for door in doors:
+                os.write(door, b"0")
             os.dup2(fd3, 3)
             limits_lib.apply(limits, cpu=cpu)
 
         if uid is not None:
             more |= _as_uid(uid)
-        with open(self._seccomp, "rb") as rules:
+        with open(self._seccomp, "rb") as rules, group.doors() as doors:
             return subprocess.Popen(
                 [self._bwrap, "--seccomp", str(rules.fileno()), *arguments],
                 env={"PATH": _ENVIRONMENT["PATH"]},
@@ -202,14 +211,27 @@ class LocalBackend:
                 **more,
             )
 
+    def _group(self, limits: Limits) -> cgroups.Group:
+        """For one sandbox: what its processes may use together."""
+        self._groups_made += 1
+        return cgroups.Group(
+            self._groups_made,
+            memory_bytes=limits.memory_bytes + limits.workspace_bytes + 2 * _TMP_BYTES,
+            # With bubblewrap outside; the limit on processes is met before this one.
+            processes=limits.processes + _EXTRA_PROCESSES + 2,
+        )
+
     def run(self, execution: Execution) -> Ran:
         """Runs a command to its end; nothing of it is alive on return.
 
         Raises:
           SandboxFailed: the sandbox did not come up.
         """
-        with self._filled_workspace(execution) as workspace:
-            reason, exit_code, stdout, stderr = self._run_in(workspace, execution)
+        with (
+            self._group(execution.limits) as group,
+            self._filled_workspace(execution) as workspace,
+        ):
+            reason, exit_code, stdout, stderr = self._run_in(workspace, execution, group)
             artifacts: dict[str, bytes] = {}
             if reason is None:
                 for name in execution.artifacts:
@@ -243,7 +265,7 @@ class LocalBackend:
             namespaces.unmount(self._workspace)
 
     def _run_in(
-        self, workspace: str, execution: Execution
+        self, workspace: str, execution: Execution, group: cgroups.Group
     ) -> tuple[str | None, int | None, Output, Output]:
         limits = execution.limits
         status_read, status_write = os.pipe()
@@ -265,6 +287,7 @@ class LocalBackend:
             process = self._popen(
                 arguments,
                 uid=self._agent_uid,
+                group=group,
                 limits=limits,
                 cpu=True,
                 stdin=subprocess.PIPE,
@@ -302,6 +325,8 @@ class LocalBackend:
             raise SandboxFailed(f"bubblewrap: {said}. {self._missing()}")
         code = process.returncode
         reason = "wall_timeout" if timed_out else ending.reason(code, stderr.output())
+        if reason not in (None, "wall_timeout") and group.ran_out_of_memory():
+            reason = "out_of_memory"
         return reason, code, stdout.output(), stderr.output()
 
     def _resolve(self, word: str) -> str:
@@ -331,6 +356,7 @@ class LocalBackend:
         shutil.copy(Path(__file__).parent.parent / "grader_main.py", folder)
         Path(folder, "grader.py").write_text(program, encoding="utf-8")
         verdicts_read, verdicts_write = os.pipe()
+        group = self._group(limits)
         arguments = [
             *self._arguments("--ro-bind", folder, "/grader", "--chdir", "/grader"),
             "--unshare-net",
@@ -349,6 +375,7 @@ class LocalBackend:
             process = self._popen(
                 arguments,
                 uid=self._grader_uid,
+                group=group,
                 limits=limits,
                 cpu=False,
                 stdin=subprocess.PIPE,
@@ -356,9 +383,13 @@ class LocalBackend:
                 stderr=subprocess.DEVNULL,
                 fd3=verdicts_write,
             )
+        except BaseException:
+            os.close(verdicts_read)
+            group.close()
+            raise
         finally:
             os.close(verdicts_write)
-        return GraderSandbox(process, verdicts_read, folder)
+        return GraderSandbox(process, verdicts_read, folder, group)
 
 
 def _as_uid(uid: int) -> dict:

@@ -5,6 +5,7 @@ Beside each attack an honest job runs in the same pool, and must be graded as ev
 
 import contextlib
 import os
+import signal
 import socket
 import textwrap
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from sandbox import cgroups
 from sandbox.pool import Pool
 from sandbox.protocol import Execution, Grading, Job, Limits
 
@@ -235,6 +237,53 @@ def test_processes_are_counted_over_the_whole_tree(attack):
 def test_memory_runs_out_for_each_process(attack):
     result = attack("x = bytearray(300 << 20)", memory_bytes=200 << 20)
     assert result.reason == "out_of_memory"
+
+
+needs_groups = pytest.mark.skipif(
+    "memory" not in {name for found in cgroups.hierarchies() for name in found.controllers},
+    reason="memory cannot be bounded by control groups here",
+)
+
+
+@needs_groups
+def test_memory_runs_out_for_all_processes_together(attack):
+    result = attack(
+        """
+        import os, time
+        children = []
+        for _ in range(6):
+            if (pid := os.fork()) == 0:
+                block = bytearray(100 << 20)
+                time.sleep(30)
+                os._exit(0)
+            children.append(pid)
+        codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in children[:1]]
+        raise SystemExit(f"ended with {codes}")
+        """,
+        memory_bytes=200 << 20,
+    )
+    assert (result.outcome, result.reason) == ("policy_fail", "out_of_memory"), result
+
+
+@needs_groups
+@pytest.mark.parametrize("how", ["closed", "killed"])
+def test_no_group_outlives_its_pool(how):
+    def groups():
+        return {
+            group
+            for hierarchy in cgroups.hierarchies()
+            for group in hierarchy.folder.glob("jaxpt-sandbox-*")
+        }
+
+    with Pool(num_workers=1) as pool:
+        (pid,) = pool.worker_pids
+        own = {group for group in groups() if f"-{pid}-" in group.name}
+        assert own  # its grader's
+        if how == "killed":
+            os.kill(pid, signal.SIGKILL)
+            assert pool.submit(job("after", HONEST)).result(PATIENCE).outcome == "ok"
+            assert not own & groups()
+    assert not own & groups()
 
 
 def test_the_disk_is_bounded_wherever_one_can_write(attack):
