@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = "jaxpt-sandbox"
@@ -54,90 +53,77 @@ def hierarchies(proc: Path = Path("/proc/self")) -> tuple[_Hierarchy, ...]:
 
 
 class Group:
-    """A group for one sandbox; a context manager that removes it once it is empty.
+    """This process's own group, in which all its children are born.
 
-    number: tells apart the groups of this process.
-    memory_bytes: of all its processes and of the files that they write into memory.
-    processes: counted with threads.
+    To move a process into a group takes the kernel milliseconds, so none is made for each
+    sandbox: `allow` says anew what may be used on top of what is used now. It stays when
+    this process ends, for another to remove.
 
     `bounded` says which of "memory" and "pids" are bound here.
     """
 
-    def __init__(self, number: int, *, memory_bytes: int, processes: int):
+    def __init__(self):
         self._folders: dict[str, tuple[Path, int]] = {}
-        self._all: list[Path] = []
-        name = f"{_PREFIX}-{os.getpid()}-{number}"
         for hierarchy in hierarchies():
-            folder = hierarchy.folder / name
+            folder = hierarchy.folder / f"{_PREFIX}-{os.getpid()}"
             try:
                 folder.mkdir()
-            except OSError:
-                continue  # not ours to divide
-            self._all.append(folder)
+                (folder / "cgroup.procs").write_text("0")
+            except OSError:  # not ours to divide
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+                continue
             for controller in hierarchy.controllers:
                 self._folders[controller] = (folder, hierarchy.version)
-        try:
-            if "memory" in self._folders:
-                self._bound_memory(memory_bytes)
-            if "pids" in self._folders:
-                (self._folders["pids"][0] / "pids.max").write_text(str(processes))
-        except BaseException:
-            self.close()
-            raise
-
-    def _bound_memory(self, size: int) -> None:
-        folder, version = self._folders["memory"]
-        names = {
-            1: ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"),
-            2: ("memory.max", "memory.swap.max"),
-        }[version]
-        (folder / names[0]).write_text(str(size))
-        with_swap = folder / names[1]
-        if with_swap.exists():  # version 1 bounds both together, 2 the swap alone
-            with_swap.write_text(str(size if version == 1 else 0))
 
     @property
     def bounded(self) -> frozenset[str]:
         return frozenset(self._folders)
 
-    def __enter__(self) -> "Group":
-        return self
+    def allow(self, *, memory_bytes: int, processes: int) -> None:
+        """Bounds what is used from now on, beside what is in use already.
 
-    def __exit__(self, *exc_info) -> None:
-        self.close()
+        memory_bytes: of processes and of the files that they write into memory.
+        processes: threads count as well.
+        """
+        if "memory" in self._folders:
+            self._allow_memory(memory_bytes)
+        if "pids" in self._folders:
+            folder, _ = self._folders["pids"]
+            used = int((folder / "pids.current").read_text())
+            (folder / "pids.max").write_text(str(used + processes))
 
-    @contextlib.contextmanager
-    def doors(self) -> Iterator[list[int]]:
-        """Descriptors by which a process enters, whoever it is: it writes b"0" to each."""
-        with contextlib.ExitStack() as stack:
-            yield [
-                stack.enter_context(open(folder / "cgroup.procs", "wb")).fileno()
-                for folder in self._all
-            ]
+    def _allow_memory(self, size: int) -> None:
+        folder, version = self._folders["memory"]
+        if version == 2:
+            used = int((folder / "memory.current").read_text())
+            (folder / "memory.max").write_text(str(used + size))
+            with contextlib.suppress(FileNotFoundError):  # there is no swap
+                (folder / "memory.swap.max").write_text("0")
+            return
+        used = int((folder / "memory.usage_in_bytes").read_text())
+        with_swap = folder / "memory.memsw.limit_in_bytes"
+        if with_swap.exists():  # it must never be the smaller of the two
+            with_swap.write_text("-1")
+        (folder / "memory.limit_in_bytes").write_text(str(used + size))
+        if with_swap.exists():
+            with_swap.write_text(str(used + size))
 
-    def ran_out_of_memory(self) -> bool:
-        """Whether the kernel killed one of its processes for want of memory."""
+    def killed_for_memory(self) -> int:
+        """How many processes the kernel has killed here for want of memory."""
         if "memory" not in self._folders:
-            return False
+            return 0
         folder, version = self._folders["memory"]
         name = "memory.oom_control" if version == 1 else "memory.events"
-        for line in (folder / name).read_text().splitlines():
-            key, _, count = line.partition(" ")
-            if key == "oom_kill":
-                return int(count) > 0
-        return False
-
-    def close(self) -> None:
-        for folder in self._all:
-            _remove(folder)
-        self._all = []
+        counts = dict(line.split() for line in (folder / name).read_text().splitlines())
+        return int(counts["oom_kill"])
 
 
 def remove_those_of_the_dead() -> None:
     """Removes the groups that processes left which did not come to close them."""
     for hierarchy in hierarchies():
         for folder in hierarchy.folder.glob(f"{_PREFIX}-*"):
-            pid = folder.name.split("-")[2]
+            pid = folder.name.removeprefix(f"{_PREFIX}-")
             if not Path("/proc", pid).exists():
                 _remove(folder)
 

@@ -1,6 +1,8 @@
 """Resource limits of a sandbox's processes, and the cap on what they print."""
 
+import contextlib
 import resource
+from collections.abc import Iterator
 
 from sandbox.protocol import Limits, Output
 
@@ -25,14 +27,28 @@ def apply(limits: Limits, *, cpu: bool) -> None:
 
 
 def volunteer_when_memory_runs_out() -> None:
-    """Lets the kernel kill this process and its children before any other.
+    """Lets the kernel kill this process and its children before the machine's others.
 
     Memory that no limit counts (shared segments, many processes) may fill the machine,
     and should not cost the trainer then. A child can take it back, unless this process
-    has CAP_SYS_RESOURCE; a bound on the whole needs cgroups.
+    has CAP_SYS_RESOURCE.
     """
+    _set_oom_score(500)
+
+
+@contextlib.contextmanager
+def children_killed_first() -> Iterator[None]:
+    """Within, children are started that the kernel kills before this process."""
+    _set_oom_score(1000)
+    try:
+        yield
+    finally:
+        _set_oom_score(500)
+
+
+def _set_oom_score(score: int) -> None:
     with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
+        file.write(str(score))
 
 
 class Capture:

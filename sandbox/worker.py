@@ -164,6 +164,7 @@ class Worker:
             while len(self._graders) >= _GRADERS_KEPT:
                 self._graders.popitem(last=False)[1].close()
             grader = Grader(self._backend, grading)
+        self._backend.allow(grading.limits)
         try:
             verdict = grader.grade(artifacts, grading.payload, grading.limits.wall_seconds)
         except BaseException:

@@ -78,7 +78,6 @@ class GraderSandbox:
     process: subprocess.Popen
     verdicts: int
     folder: str
-    group: cgroups.Group
 
     def close(self) -> None:
         self.process.kill()  # its sandbox dies with bubblewrap
@@ -87,7 +86,6 @@ class GraderSandbox:
             self.process.stdin.close()
         os.close(self.verdicts)
         shutil.rmtree(self.folder)
-        self.group.close()
 
 
 class LocalBackend:
@@ -104,8 +102,8 @@ class LocalBackend:
         self._agent_uid = agent_uid if has_uids else None
         self._grader_uid = agent_uid + 1 if has_uids else None
         self._graders_started = 0
-        self._groups_made = 0
         cgroups.remove_those_of_the_dead()
+        self._group = cgroups.Group()
         namespaces.private_mounts_and_network()
         namespaces.mount_tmpfs(_ROOT, size=16 << 20, uid=0)
         self._bwrap = self._place_bwrap()
@@ -179,14 +177,13 @@ class LocalBackend:
         arguments: list[str],
         *,
         uid: int | None,
-        group: cgroups.Group,
         limits: Limits,
         cpu: bool,
         fd3: int,
         pass_fds: tuple[int, ...] = (),
         **more,
     ) -> subprocess.Popen:
-        """bubblewrap with these arguments and the filter of calls, within the group."""
+        """bubblewrap with these arguments and the filter of calls."""
         worker = os.getpid()
 
         def before_exec():
@@ -194,14 +191,12 @@ class LocalBackend:
             namespaces.die_with_parent()
             if os.getppid() != worker:
                 os._exit(1)
-            for door in doors:
-                os.write(door, b"0")
             os.dup2(fd3, 3)
             limits_lib.apply(limits, cpu=cpu)
 
         if uid is not None:
             more |= _as_uid(uid)
-        with open(self._seccomp, "rb") as rules, group.doors() as doors:
+        with open(self._seccomp, "rb") as rules, limits_lib.children_killed_first():
             return subprocess.Popen(
                 [self._bwrap, "--seccomp", str(rules.fileno()), *arguments],
                 env={"PATH": _ENVIRONMENT["PATH"]},
@@ -211,11 +206,9 @@ class LocalBackend:
                 **more,
             )
 
-    def _group(self, limits: Limits) -> cgroups.Group:
-        """For one sandbox: what its processes may use together."""
-        self._groups_made += 1
-        return cgroups.Group(
-            self._groups_made,
+    def allow(self, limits: Limits) -> None:
+        """What a sandbox's processes may use together, from now on."""
+        self._group.allow(
             memory_bytes=limits.memory_bytes + limits.workspace_bytes + 2 * _TMP_BYTES,
             # With bubblewrap outside; the limit on processes is met before this one.
             processes=limits.processes + _EXTRA_PROCESSES + 2,
@@ -227,11 +220,9 @@ class LocalBackend:
         Raises:
           SandboxFailed: the sandbox did not come up.
         """
-        with (
-            self._group(execution.limits) as group,
-            self._filled_workspace(execution) as workspace,
-        ):
-            reason, exit_code, stdout, stderr = self._run_in(workspace, execution, group)
+        self.allow(execution.limits)
+        with self._filled_workspace(execution) as workspace:
+            reason, exit_code, stdout, stderr = self._run_in(workspace, execution)
             artifacts: dict[str, bytes] = {}
             if reason is None:
                 for name in execution.artifacts:
@@ -265,7 +256,7 @@ class LocalBackend:
             namespaces.unmount(self._workspace)
 
     def _run_in(
-        self, workspace: str, execution: Execution, group: cgroups.Group
+        self, workspace: str, execution: Execution
     ) -> tuple[str | None, int | None, Output, Output]:
         limits = execution.limits
         status_read, status_write = os.pipe()
@@ -282,12 +273,12 @@ class LocalBackend:
             str(limits.processes + _EXTRA_PROCESSES),
             *command,
         ]
+        killed_before = self._group.killed_for_memory()
         started_at = time.monotonic()
         try:
             process = self._popen(
                 arguments,
                 uid=self._agent_uid,
-                group=group,
                 limits=limits,
                 cpu=True,
                 stdin=subprocess.PIPE,
@@ -325,7 +316,10 @@ class LocalBackend:
             raise SandboxFailed(f"bubblewrap: {said}. {self._missing()}")
         code = process.returncode
         reason = "wall_timeout" if timed_out else ending.reason(code, stderr.output())
-        if reason not in (None, "wall_timeout") and group.ran_out_of_memory():
+        if (
+            reason not in (None, "wall_timeout")
+            and self._group.killed_for_memory() > killed_before
+        ):
             reason = "out_of_memory"
         return reason, code, stdout.output(), stderr.output()
 
@@ -356,7 +350,7 @@ class LocalBackend:
         shutil.copy(Path(__file__).parent.parent / "grader_main.py", folder)
         Path(folder, "grader.py").write_text(program, encoding="utf-8")
         verdicts_read, verdicts_write = os.pipe()
-        group = self._group(limits)
+        self.allow(limits)
         arguments = [
             *self._arguments("--ro-bind", folder, "/grader", "--chdir", "/grader"),
             "--unshare-net",
@@ -375,7 +369,6 @@ class LocalBackend:
             process = self._popen(
                 arguments,
                 uid=self._grader_uid,
-                group=group,
                 limits=limits,
                 cpu=False,
                 stdin=subprocess.PIPE,
@@ -385,11 +378,10 @@ class LocalBackend:
             )
         except BaseException:
             os.close(verdicts_read)
-            group.close()
             raise
         finally:
             os.close(verdicts_write)
-        return GraderSandbox(process, verdicts_read, folder, group)
+        return GraderSandbox(process, verdicts_read, folder)
 
 
 def _as_uid(uid: int) -> dict:
