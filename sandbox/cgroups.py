@@ -58,8 +58,6 @@ class Group:
     To move a process into a group takes the kernel milliseconds, so none is made for each
     sandbox: `allow` says anew what may be used on top of what is used now. It stays when
     this process ends, for another to remove.
-
-    `bounded` says which of "memory" and "pids" are bound here.
     """
 
     def __init__(self):
@@ -75,10 +73,6 @@ class Group:
                 continue
             for controller in hierarchy.controllers:
                 self._folders[controller] = (folder, hierarchy.version)
-
-    @property
-    def bounded(self) -> frozenset[str]:
-        return frozenset(self._folders)
 
     def allow(self, *, memory_bytes: int, processes: int) -> None:
         """Bounds what is used from now on, beside what is in use already.

@@ -159,12 +159,12 @@ class Worker:
 
     def _grade(self, grading: Grading, artifacts: Mapping[str, bytes]) -> dict:
         digest = hashlib.sha256(f"{grading.program}\0{grading.limits}".encode()).hexdigest()
+        self._backend.allow(grading.limits)
         grader = self._graders.pop(digest, None)
         if grader is None:
             while len(self._graders) >= _GRADERS_KEPT:
                 self._graders.popitem(last=False)[1].close()
             grader = Grader(self._backend, grading)
-        self._backend.allow(grading.limits)
         try:
             verdict = grader.grade(artifacts, grading.payload, grading.limits.wall_seconds)
         except BaseException:

@@ -350,7 +350,6 @@ class LocalBackend:
         shutil.copy(Path(__file__).parent.parent / "grader_main.py", folder)
         Path(folder, "grader.py").write_text(program, encoding="utf-8")
         verdicts_read, verdicts_write = os.pipe()
-        self.allow(limits)
         arguments = [
             *self._arguments("--ro-bind", folder, "/grader", "--chdir", "/grader"),
             "--unshare-net",

@@ -20,13 +20,28 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 PROGRAMS = {"jit_generate": "sample", "jit_update": "update"}
-INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?op_name="([^"]*)"', re.MULTILINE)
+INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = ")
+SCOPE, CALLED = re.compile(r'op_name="([^"]*)"'), re.compile(r"calls=%?([\w.\-]+)")
 
 
-def scopes(dump: Path, program: str) -> dict[str, str]:
-    """Where in the model each instruction of a compiled program comes from."""
+def instructions(dump: Path, program: str) -> dict[str, tuple[str, bool]]:
+    """Of each instruction: where in the model it comes from, and if it multiplies matrices.
+
+    A fusion multiplies when what it calls does, whatever it ends with.
+    """
     (path,) = dump.glob(f"*.{program}.*after_optimizations.txt")
-    return dict(INSTRUCTION.findall(path.read_text()))
+    multiplying, found = set(), {}
+    computation = ""
+    for line in path.read_text().splitlines():
+        if line.endswith("{"):
+            computation = line.removeprefix("ENTRY ").lstrip("%").split(" ")[0]
+        elif match := INSTRUCTION.match(line):
+            scope, called = SCOPE.search(line), CALLED.search(line)
+            product = " dot(" in line or bool(called and called[1] in multiplying)
+            if product:
+                multiplying.add(computation)
+            found[match[1]] = (scope[1] if scope else "", product)
+    return found
 
 
 def part(scope: str) -> str:
@@ -72,13 +87,12 @@ def main() -> None:
             for i in range(options.steps):
                 step(workload.COLD_STEPS + i, clock)
 
-        known = {program: scopes(dump, program) for program in PROGRAMS}
+        known = {program: instructions(dump, program) for program in PROGRAMS}
         totals: collections.Counter = collections.Counter()
         for program, instruction, milliseconds in events(trace):
             if program not in PROGRAMS or instruction.startswith("while"):
                 continue  # a loop's time is that of what it holds
-            scope = known[program].get(instruction, "")
-            product = "dot_general" in scope or instruction.startswith("dot")
+            scope, product = known[program].get(instruction, ("", False))
             kind = "products" if product else "other"
             totals[PROGRAMS[program], part(scope), kind] += milliseconds / options.steps
 

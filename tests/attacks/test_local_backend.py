@@ -240,7 +240,10 @@ def test_memory_runs_out_for_each_process(attack):
 
 
 needs_groups = pytest.mark.skipif(
-    "memory" not in {name for found in cgroups.hierarchies() for name in found.controllers},
+    not any(
+        "memory" in found.controllers and os.access(found.folder, os.W_OK)
+        for found in cgroups.hierarchies()
+    ),
     reason="memory cannot be bounded by control groups here",
 )
 
