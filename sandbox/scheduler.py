@@ -184,7 +184,7 @@ class Scheduler:
         return record and self._give_up(record, "cancelled", now)
 
     def next_leases(self, now: float) -> list[Lease]:
-        """Everything that can be placed now, in the order of the rules."""
+        """Everything that can be placed now, in the order of the rules; `expire` first."""
         placement, queues = self._placement, self._queues
         leases = []
         while True:
