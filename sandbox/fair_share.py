@@ -25,27 +25,19 @@ _STALE_SECONDS = 1.0
 Rank = tuple[float, int]
 
 
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _Account:
     """A domain: what it used until `since`, what it uses now, and its items by need."""
 
-    __slots__ = (
-        "active",
-        "held",
-        "key",
-        "lanes",
-        "name",
-        "running",
-        "since",
-        "used",
-        "weight",
-    )
-
-    def __init__(self, name: str, weight: float, now: float):
-        self.name, self.weight, self.since = name, weight, now
-        self.used = self.key = 0.0
-        self.running = self.held = 0  # costs, integers so that they return to 0
-        self.lanes: dict[Need, LazyHeap[str]] = {}
-        self.active = False
+    name: str
+    weight: float
+    since: float
+    used: float = 0.0
+    key: float = 0.0
+    running: int = 0  # costs, integers so that they return to 0
+    held: int = 0
+    lanes: dict[Need, LazyHeap[str]] = dataclasses.field(default_factory=dict)
+    active: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,7 +165,8 @@ class FairShare:
         account = self._accounts.get(domain)
         if account is None:
             weight = self._weights.get(domain, 1.0)
-            account = self._accounts[domain] = _Account(domain, weight, now)
+            account = _Account(name=domain, weight=weight, since=now)
+            self._accounts[domain] = account
         return account
 
     def _settle(self, account: _Account, now: float) -> None:

@@ -7,6 +7,7 @@ searched for again until the room of a worker has `grown`.
 """
 
 import bisect
+import dataclasses
 
 from sandbox.items import Need, Resources
 
@@ -22,28 +23,18 @@ def fits(need: Need, free: Need) -> bool:
     )
 
 
+@dataclasses.dataclass(slots=True, kw_only=True)
 class Worker:
     """What it has, what is free, its leases (a dict as an ordered set)."""
 
-    __slots__ = (
-        "capacity",
-        "free",
-        "heard",
-        "held",
-        "leases",
-        "listed",
-        "reserved_for",
-        "resources",
-    )
-
-    def __init__(self, resources: Resources, now: float):
-        self.resources = resources
-        self.capacity = self.free = resources.units
-        self.heard = now
-        self.leases: dict[str, None] = {}
-        self.listed: tuple[int, int, str] | None = None  # its entry in the order
-        self.reserved_for: tuple[Need, str] | None = None
-        self.held = 0  # the cost for which it is reserved
+    resources: Resources
+    capacity: Need
+    free: Need
+    heard: float
+    leases: dict[str, None] = dataclasses.field(default_factory=dict)
+    listed: tuple[int, int, str] | None = None  # its entry in the order
+    reserved_for: tuple[Need, str] | None = None
+    held: int = 0  # the cost for which it is reserved
 
 
 class Placement:
@@ -65,7 +56,9 @@ class Placement:
         self._costs: dict[Need, int] = {}
 
     def join(self, worker_id: str, resources: Resources, now: float) -> None:
-        self.workers[worker_id] = worker = Worker(resources, now)
+        capacity = resources.units
+        worker = Worker(resources=resources, capacity=capacity, free=capacity, heard=now)
+        self.workers[worker_id] = worker
         self._totals = [a + b for a, b in zip(self._totals, worker.capacity)]
         self._costs.clear()
         self.too_large.clear()

@@ -41,40 +41,30 @@ from sandbox.lazy_heap import LazyHeap
 from sandbox.placement import Placement, fits
 
 
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _Record:
     """An item that is not resolved. state: waiting, queued, held or leased."""
 
-    __slots__ = (
-        "attempt",
-        "cost",
-        "holder",
-        "item",
-        "last_worker",
-        "lease_id",
-        "need",
-        "queued_at",
-        "rank",
-        "state",
-    )
-
-    def __init__(self, item: Item, rank: tuple[float, int]):
-        self.item, self.rank, self.need = item, rank, item.resources.units
-        self.state, self.queued_at = "waiting", 0.0
-        self.attempt = self.cost = 0
-        self.holder: str | None = None  # the worker whose room is held for it
-        self.last_worker: str | None = None  # that had its last attempt
-        self.lease_id: str | None = None
+    item: Item
+    need: Need
+    rank: tuple[float, int]
+    state: str = "waiting"
+    queued_at: float = 0.0
+    attempt: int = 0
+    cost: int = 0
+    holder: str | None = None  # the worker whose room is held for it
+    last_worker: str | None = None  # that had its last attempt
+    lease_id: str | None = None
 
 
+@dataclasses.dataclass(slots=True)
 class _Running:
-    """A lease whose resources are taken; `record` is None once its item was resolved."""
+    """A lease, whose resources are taken. doomed: its item was resolved without it."""
 
-    __slots__ = ("cost", "domain", "expires", "need", "record", "worker_id")
-
-    def __init__(self, record: _Record, worker_id: str, expires: float):
-        self.record: _Record | None = record
-        self.domain, self.need, self.cost = record.item.domain, record.need, record.cost
-        self.worker_id, self.expires = worker_id, expires
+    record: _Record
+    worker_id: str
+    expires: float
+    doomed: bool = False
 
 
 class Scheduler:
@@ -153,7 +143,7 @@ class Scheduler:
                 stop.append(lease_id)
                 continue
             running.expires = expires
-            if running.record is None:
+            if running.doomed:
                 stop.append(lease_id)
         return stop
 
@@ -171,7 +161,8 @@ class Scheduler:
         self._admit(item)
         self._serial += 1
         rank = (now - item.priority * self._config.ageing_seconds, self._serial)
-        record = self._records[item.item_id] = _Record(item, rank)
+        record = _Record(item=item, need=item.resources.units, rank=rank)
+        self._records[item.item_id] = record
         self._count(record, 1)
         if item.deadline is not None:
             self._timers.set(("deadline", item.item_id), item.deadline)
@@ -199,8 +190,6 @@ class Scheduler:
                     return leases
                 del placement.grown[grown]
                 continue
-            if choice.passed is not None and self._reserve(choice.passed, now):
-                continue
             record = self._records[choice.item_id]
             avoid = record.last_worker
             if not choice.blocked:
@@ -211,7 +200,7 @@ class Scheduler:
                 worker_id = grown
             if worker_id is None:
                 queues.block(choice.need)
-            else:
+            elif choice.passed is None or not self._reserve(choice.passed, now):
                 leases.append(self._grant(record, worker_id, now))
 
     def complete(
@@ -226,9 +215,9 @@ class Scheduler:
         if running is None:
             return None
         self._free(lease_id, now)
-        record = running.record
-        if record is None:
+        if running.doomed:
             return None
+        record = running.record
         may_repeat = record.item.safe_to_repeat or not began
         if rule is None or not may_repeat or record.attempt >= rule.max_attempts:
             return self._resolve(record, outcome, reason, now)
@@ -321,13 +310,15 @@ class Scheduler:
         self._queues.discard(item.domain, record.need, item.item_id, now)
 
     def _reserve(self, item_id: str, now: float) -> bool:
-        """Whether the item, passed over, has waited enough and got a worker's room."""
+        """The item is passed over. Whether to choose again: it has waited enough, and a
+        worker's room is held for it from now on, or turned out to be hopeless.
+        """
         record = self._records[item_id]
         if now - record.queued_at < self._config.reserve_after_seconds:
             return False
         record.holder = self._placement.reserve(record.need, item_id)
         if record.holder is None:
-            return False
+            return record.need in self._placement.too_large
         self._dequeue(record, now)
         record.state, record.cost = "held", self._placement.cost(record.need)
         self._queues.charge(record.item.domain, now, held=record.cost)
@@ -368,9 +359,10 @@ class Scheduler:
 
     def _free(self, lease_id: str, now: float) -> None:
         running = self._leases.pop(lease_id)
+        record = running.record
         self._timers.discard(("lease", lease_id))
-        self._placement.give(running.worker_id, running.need, lease_id)
-        self._queues.charge(running.domain, now, running=-running.cost)
+        self._placement.give(running.worker_id, record.need, lease_id)
+        self._queues.charge(record.item.domain, now, running=-record.cost)
 
     def _lose_worker(self, worker_id: str, now: float) -> list[Change]:
         worker = self._worker(worker_id)
@@ -401,7 +393,7 @@ class Scheduler:
             self._queues.charge(record.item.domain, now, held=-record.cost)
         elif record.state == "leased":
             assert record.lease_id is not None
-            self._leases[record.lease_id].record = None
+            self._leases[record.lease_id].doomed = True
         if record.state != "leased":
             self._count(record, -1)
         return self._resolve(record, "infra_fail", reason, now)

@@ -73,10 +73,10 @@ def decision_cost(
         ]
 
     next_id, running = 0, []
-    while scheduler.num_queued < queued:
-        for item in items(queued):
+    while lacking := queued - scheduler.num_queued:
+        for item in items(lacking):
             scheduler.submit(item, now)
-        next_id += queued
+        next_id += lacking
         running += [lease.lease_id for lease in scheduler.next_leases(now)]
     coming, cycles, choices = items(2 * decisions), [], []
     for item in coming:
