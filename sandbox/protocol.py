@@ -1,18 +1,19 @@
-"""The records that cross between trainer and sandbox workers, as JSON.
+"""The work of one episode that ends with a single program, and what came of it.
 
 A `Job` runs the agent's code (`Execution`) in one sandbox and grades what it left
-(`Grading`) in another; a `Result` says what came of it. Bytes travel as base64.
+(`Grading`) in another; a `Result` says what came of it. Episodes of many turns have a
+session instead: see `sessions.py`.
 """
 
-import base64
 import dataclasses
 import json
 import math
-import types
-import typing
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
+
+from sandbox import codec
+from sandbox.codec import ProtocolError
 
 OUTCOMES = ("ok", "truncated", "policy_fail", "infra_fail", "grader_fail")
 
@@ -20,11 +21,8 @@ _MAX_COMMAND_BYTES = 64 << 10  # the kernel takes no word above 128 KiB
 _MAX_ENTRIES = 1024  # files and folders that an execution may bring
 
 
-class ProtocolError(ValueError):
-    """A record that is malformed; the message names the field."""
-
-
-def _check_path(field: str, path: str) -> None:
+def check_path(field: str, path: str) -> None:
+    """Raises ProtocolError unless `path` names a file inside a workspace."""
     parts = PurePosixPath(path).parts
     if (
         not path
@@ -55,11 +53,13 @@ class Limits:
 
     Where control groups can be made, `memory_bytes` also bounds all its processes together.
     output_bytes: kept of stdout and of stderr, half from the head, half from the tail.
-    workspace_bytes: all files of the workspace together.
+    workspace_bytes: all files of the workspace together, those of its snapshots included.
+    cpus: processors' worth of time that all processes get together.
     """
 
     wall_seconds: float = 10.0
     cpu_seconds: int = 2
+    cpus: float = 1.0
     memory_bytes: int = 256 << 20
     processes: int = 16
     file_bytes: int = 16 << 20
@@ -75,6 +75,21 @@ class Limits:
                     f"Limits.{field.name}={value!r} must be a positive, finite "
                     f"{'number' if field.type is float else 'integer'}."
                 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What a command used; 0 where the backend can't tell.
+
+    memory_bytes: the peak of all its processes, or of its largest where nothing counts all.
+    processes: the most that were seen alive. workspace_bytes: in files, at its end.
+    """
+
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    memory_bytes: int = 0
+    processes: int = 0
+    workspace_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +121,7 @@ class Execution:
             )
         folders: set[str] = set()
         for path in self.files:
-            _check_path("Execution.files", path)
+            check_path("Execution.files", path)
             folders |= {str(parent) for parent in PurePosixPath(path).parents}
         if both := sorted(folders & set(self.files)):
             raise ProtocolError(f"Execution.files: {both} are files and folders.")
@@ -123,7 +138,7 @@ class Execution:
                 f"Limits.workspace_bytes={self.limits.workspace_bytes}."
             )
         for path in self.artifacts:
-            _check_path("Execution.artifacts", path)
+            check_path("Execution.artifacts", path)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,12 +187,12 @@ class Job:
             )
 
     def to_json(self) -> str:
-        return _dumps(self)
+        return codec.dumps(self)
 
     @staticmethod
     def from_json(text: str | bytes) -> "Job":
         """Raises ProtocolError, naming the field that is wrong."""
-        return _loads(Job, text)
+        return codec.loads(Job, text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,13 +210,30 @@ class Output:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Ran:
+    """How a command ended; reason is None if it exited with 0 before any limit.
+
+    reason: `wall_timeout`, `cpu_timeout`, `out_of_memory`, `killed_by_signal_N` or
+    `nonzero_exit`. shell_kept: whether a session's shell lives on with its variables,
+    functions and folder.
+    """
+
+    reason: str | None
+    exit_code: int | None
+    stdout: Output = Output()
+    stderr: Output = Output()
+    usage: Usage = Usage()
+    shell_kept: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
     """What came of a job.
 
     outcome: `ok` was graded; `policy_fail` is the agent's doing; `infra_fail` and
     `grader_fail` are ours, and carry no verdict. reason: a code such as `graded`,
     `wall_timeout`, `out_of_memory`, `worker_died`.
-    seconds: `queue`, `execute` (only if something ran), `grade`.
+    seconds: `queue`, `acquire` and `execute` (only if something ran), `grade`, `deliver`.
     """
 
     job_id: str
@@ -213,89 +245,16 @@ class Result:
     stderr: Output = Output()
     attempts: int = 1
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    usage: Usage = Usage()
 
     def __post_init__(self):
         if self.outcome not in OUTCOMES:
             raise ProtocolError(f"Result.outcome={self.outcome!r}: not in {OUTCOMES}.")
 
     def to_json(self) -> str:
-        return _dumps(self)
+        return codec.dumps(self)
 
     @staticmethod
     def from_json(text: str | bytes) -> "Result":
         """Raises ProtocolError, naming the field that is wrong."""
-        return _loads(Result, text)
-
-
-def _dumps(record: Any) -> str:
-    def encode(value: Any) -> Any:
-        if dataclasses.is_dataclass(value):
-            return {
-                field.name: encode(getattr(value, field.name))
-                for field in dataclasses.fields(value)
-            }
-        if isinstance(value, bytes):
-            return base64.b64encode(value).decode()
-        if isinstance(value, Mapping):
-            return {key: encode(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [encode(item) for item in value]
-        return value
-
-    return json.dumps(encode(record), allow_nan=False)
-
-
-def _loads(record_type: Any, text: str | bytes) -> Any:
-    try:
-        value = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"{record_type.__name__}: not JSON: {error}") from error
-    return _decode(record_type, value, record_type.__name__)
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON value")
-
-
-def _decode(kind: Any, value: Any, where: str) -> Any:
-    """`value` as `kind`, a type as written in the records above."""
-    if kind is Any:
-        return value
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in arguments:
-            return None
-        (kind,) = (argument for argument in arguments if argument is not type(None))
-        return _decode(kind, value, where)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise ProtocolError(f"{where} must be an object, not {value!r:.80}.")
-        hints = typing.get_type_hints(kind)
-        unknown = sorted(set(value) - set(hints))
-        if unknown:
-            raise ProtocolError(f"{where} has unknown fields {unknown}.")
-        fields = {
-            name: _decode(hints[name], item, f"{where}.{name}")
-            for name, item in value.items()
-        }
-        try:
-            return typing.cast(type, kind)(**fields)
-        except TypeError as error:
-            raise ProtocolError(f"{where}: {error}") from error
-    if kind is bytes:
-        try:
-            return base64.b64decode(value, validate=True)
-        except (ValueError, TypeError) as error:
-            raise ProtocolError(f"{where} is not base64: {error}") from error
-    if origin is tuple and isinstance(value, list):
-        return tuple(_decode(arguments[0], item, where) for item in value)
-    if origin is not None and issubclass(origin, Mapping) and isinstance(value, dict):
-        return {
-            key: _decode(arguments[1], item, f"{where}[{key!r}]")
-            for key, item in value.items()
-        }
-    if kind is float and type(value) in (int, float):
-        return float(value)
-    if kind in (int, str) and type(value) is kind:
-        return value
-    raise ProtocolError(f"{where} must be {kind}, not {value!r:.80}.")
+        return codec.loads(Result, text)

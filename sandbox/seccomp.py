@@ -22,20 +22,20 @@ _ALLOWED = """
     geteuid getgid getgroups getitimer getpeername getpgid getpgrp getpid getppid
     getpriority getrandom getresgid getresuid getrlimit getrusage getsid getsockname
     getsockopt gettid gettimeofday getuid getxattr inotify_add_watch inotify_init
-    inotify_init1 inotify_rm_watch ioctl ioprio_get ioprio_set kill lchown lgetxattr
+    inotify_init1 inotify_rm_watch ioctl ioprio_get kill lchown lgetxattr
     link linkat listen listxattr llistxattr lremovexattr lseek lsetxattr lstat madvise
     membarrier memfd_create mincore mkdir mkdirat mknod mknodat mlock mlock2 mlockall
     mmap mprotect mremap msync munlock munlockall munmap nanosleep newfstatat open
     openat openat2 pause pidfd_open pidfd_send_signal pipe pipe2 poll ppoll prctl
-    pread64 preadv preadv2 prlimit64 pselect6 pwrite64 pwritev pwritev2 read readahead
+    pread64 preadv preadv2 pselect6 pwrite64 pwritev pwritev2 read readahead
     readlink readlinkat readv recvfrom recvmmsg recvmsg removexattr rename renameat
     renameat2 restart_syscall rmdir rseq rt_sigaction rt_sigpending rt_sigprocmask
     rt_sigqueueinfo rt_sigreturn rt_sigsuspend rt_sigtimedwait rt_tgsigqueueinfo
     sched_get_priority_max sched_get_priority_min sched_getaffinity sched_getattr
     sched_getparam sched_getscheduler sched_rr_get_interval sched_setaffinity
-    sched_setattr sched_setparam sched_setscheduler sched_yield select semctl semget
+    sched_yield select semctl semget
     semop semtimedop sendfile sendmmsg sendmsg sendto set_robust_list set_tid_address
-    setfsgid setfsuid setgid setgroups setitimer setpgid setpriority setregid setresgid
+    setfsgid setfsuid setgid setgroups setitimer setpgid setregid setresgid
     setresuid setreuid setrlimit setsid setsockopt setuid setxattr shmat shmctl shmdt
     shmget shutdown sigaltstack signalfd signalfd4 socketpair splice stat statfs statx
     symlink symlinkat sync sync_file_range syncfs sysinfo tee tgkill time timer_create
@@ -47,12 +47,22 @@ _ALLOWED = """
 # Sockets of other families reach past the network namespace (AF_VSOCK the hypervisor,
 # AF_ALG the kernel's ciphers).
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
+# Calls that a process may make about itself, by their argument that says of whom: the
+# sandbox's first process has the same user, and must not be hindered.
+_ABOUT_ITSELF = {
+    "prlimit64": 0,
+    "sched_setattr": 0,
+    "sched_setparam": 0,
+    "sched_setscheduler": 0,
+    "setpriority": 1,
+    "ioprio_set": 1,
+}
 # The flags of clone that make namespaces.
 _NEW_NAMESPACES = 0x00020000 | 0x02000000 | 0x7C000000
 
 
 def program() -> bytes:
-    """The filter in the kernel's form, as `bwrap --seccomp` reads it, for this machine.
+    """The filter in the kernel's form, for this machine.
 
     Calls in the manner of another architecture (32 bits on a machine of 64) kill.
 
@@ -73,6 +83,9 @@ def program() -> bytes:
     for family in _FAMILIES:
         argument = pyseccomp.Arg(0, pyseccomp.EQ, family)
         rules.add_rule(pyseccomp.ALLOW, "socket", argument)
+    for name, position in _ABOUT_ITSELF.items():
+        argument = pyseccomp.Arg(position, pyseccomp.EQ, 0)
+        rules.add_rule(pyseccomp.ALLOW, name, argument)
     # clone3 has its flags in memory, where no filter can look; libraries then use clone.
     argument = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, _NEW_NAMESPACES, 0)
     rules.add_rule(pyseccomp.ALLOW, "clone", argument)

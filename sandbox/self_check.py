@@ -31,7 +31,7 @@ import ast, ctypes, socket
 lacks = missing(ast.literal_eval(open("outside").read()))
 if [name for _, name in socket.if_nameindex()] != ["lo"]:
     lacks.append("network without interfaces")
-if os.access("/usr", os.W_OK) or os.path.exists("/etc/passwd"):
+if os.access("/usr", os.W_OK) or os.path.exists("/etc/shadow"):
     lacks.append("read-only root")
 libc = ctypes.CDLL(None)
 if libc.unshare(0x10000000) == 0:

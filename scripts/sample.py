@@ -30,7 +30,7 @@ def main() -> int:
     args = arguments()
     sys.path.insert(0, str(ROOT))
     from jaxpt import trained
-    from sandbox.backends.local import SandboxUnavailable
+    from sandbox.backends.backend import SandboxUnavailable
 
     try:
         model = trained.load(args.workdir)

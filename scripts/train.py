@@ -43,7 +43,7 @@ def main() -> int:
     from jaxpt import configure
     from jaxpt import train as train_lib
     from jaxpt.report import print_report
-    from sandbox.backends.local import SandboxUnavailable
+    from sandbox.backends.backend import SandboxUnavailable
 
     logging.set_verbosity(logging.FATAL)  # libraries' errors come back as exceptions
     try:

@@ -21,7 +21,7 @@ def test_version_1_has_a_hierarchy_for_each_controller(tmp_path):
         )
     )
     assert {(h.folder, h.version, h.controllers) for h in found} == {
-        (tmp_path / "memory/agents/one", 1, frozenset({"memory"})),
+        (tmp_path / "memory/agents/one", 1, frozenset({"memory", "cpu"})),
         (tmp_path / "pids", 1, frozenset({"pids"})),
     }
 
@@ -39,7 +39,7 @@ def test_version_2_bounds_what_is_handed_down(tmp_path):
         )
     )
     assert [(h.folder, h.version, h.controllers) for h in found] == [
-        (own, 2, frozenset({"memory", "pids"}))
+        (own, 2, frozenset({"memory", "pids", "cpu"}))
     ]
 
 

@@ -14,6 +14,7 @@ from jaxpt.domains.programming import Programming, compose
 from jaxpt.domains.programming.catalogue import OPERATIONS
 from jaxpt.domains.programming.grader import grade
 from jaxpt.domains.programming.slips import Slips
+from sandbox.local_workers import LocalWorkers
 from sandbox.pool import Pool
 from sandbox.protocol import Job
 
@@ -132,7 +133,7 @@ def test_solutions_pass_and_anything_else_does_not():
         "longer than the workspace": "#" * (8 << 20),
         "huge": "def f(x): return [0] * 10**5",
     }
-    with Pool(num_workers=2) as pool:
+    with Pool(LocalWorkers(2)) as pool:
         futures = {}
         for task in [*tasks("train", 12), *tasks("heldout", 12)]:
             name = task.task_id

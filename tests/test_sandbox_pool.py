@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from sandbox import local_workers
 from sandbox import pool as pool_lib
+from sandbox.local_workers import LocalWorkers, machine
 from sandbox.pool import Pool
 from sandbox.protocol import Execution, Grading, Job, Limits
 
@@ -78,7 +80,7 @@ def eventually(condition):
 
 @pytest.fixture(scope="module")
 def pool():
-    with Pool(num_workers=2) as pool:
+    with Pool(LocalWorkers(2)) as pool:
         yield pool
 
 
@@ -91,7 +93,7 @@ def test_a_program_is_run_and_graded(pool):
     assert (result.outcome, result.reason, result.attempts) == ("ok", "graded", 1)
     assert result.verdict == {"components": {"right": 1.0}, "why": "compared"}
     assert (result.exit_code, result.stdout.text()) == (0, "hello\n")
-    assert set(result.seconds) == {"queue", "execute", "grade"}
+    assert set(result.seconds) == {"queue", "acquire", "execute", "grade", "deliver"}
     wrong = run(pool, job("wrong", "open('out', 'w').write('6')"))
     assert (wrong.outcome, wrong.verdict["components"]) == ("ok", {"right": 0.0})
 
@@ -232,7 +234,7 @@ def grade(artifacts, payload):
         os.write(3, b'{"number": 2, ' + verdict + b"}\\n")
     return {"components": {"x": 0.0}, "why": "mine"}
 """
-    with Pool(num_workers=1, max_attempts=1) as pool:
+    with Pool(LocalWorkers(1), max_attempts=1) as pool:
         planted = run(pool, job("plants", "open('out', 'w').write('6')", program=program))
         honest = run(pool, job("next", program=program))
     assert (planted.outcome, planted.reason) == ("grader_fail", "grader_bad_verdict")
@@ -271,7 +273,8 @@ def test_any_thread_may_submit_also_from_a_callback(pool):
 
 
 def test_a_cancelled_job_costs_nothing_else():
-    with Pool(num_workers=1) as pool:
+    one_at_a_time = dataclasses.replace(machine(), cpus=1.0)
+    with Pool(LocalWorkers(1, capacity=one_at_a_time)) as pool:
         running = pool.submit(job("running", "import time; time.sleep(1)\n" + HONEST))
         waiting = pool.submit(job("waiting"))
         eventually(running.running)
@@ -283,23 +286,23 @@ def test_a_cancelled_job_costs_nothing_else():
 def test_a_pool_outlives_the_thread_that_made_it():
     pools = []
     thread = threading.Thread(
-        target=lambda: pools.append(Pool(num_workers=1, max_attempts=1))
+        target=lambda: pools.append(Pool(LocalWorkers(1), max_attempts=1))
     )
     thread.start()
     thread.join()
     with pools[0] as pool:
-        pids = pool.worker_pids
+        pids = pool.workers.pids
         time.sleep(0.2)
         assert run(pool, job("later")).outcome == "ok"
-        assert pool.worker_pids == pids
+        assert pool.workers.pids == pids
 
 
 def test_a_job_of_a_killed_worker_is_tried_again():
-    with Pool(num_workers=1) as pool:
+    with Pool(LocalWorkers(1)) as pool:
         marker = f"retried-{os.getpid()}"
         future = pool.submit(job("retried", sleeper(marker, 1)))
         eventually(lambda: alive(marker))
-        os.kill(pool.worker_pids[0], signal.SIGKILL)
+        os.kill(pool.workers.pids[0], signal.SIGKILL)
         result = future.result(PATIENCE)
         assert (result.outcome, result.attempts) == ("ok", 2)
         assert result.verdict["components"] == {"right": 1.0}
@@ -307,11 +310,11 @@ def test_a_job_of_a_killed_worker_is_tried_again():
 
 
 def test_workers_that_always_die_are_an_infrastructure_failure():
-    with Pool(num_workers=1, max_attempts=2) as pool:
+    with Pool(LocalWorkers(1), max_attempts=2) as pool:
         marker = f"doomed-{os.getpid()}"
         future = pool.submit(job("doomed", sleeper(marker, 1000), wall_seconds=1000))
         for _ in range(2):
-            worker = eventually(lambda: alive(marker) and pool.worker_pids)[0]
+            worker = eventually(lambda: alive(marker) and pool.workers.pids)[0]
             os.kill(worker, signal.SIGKILL)
             eventually(functools.partial(worker_is_gone, worker))
         result = future.result(PATIENCE)
@@ -327,8 +330,8 @@ def worker_is_gone(pid: int) -> bool:
 
 def test_a_worker_that_does_not_answer_is_replaced(monkeypatch):
     monkeypatch.setattr(pool_lib, "_SLACK_SECONDS", 1.0)
-    with Pool(num_workers=1, max_attempts=1) as pool:
-        stopped = pool.worker_pids[0]
+    with Pool(LocalWorkers(1), max_attempts=1) as pool:
+        stopped = pool.workers.pids[0]
         os.kill(stopped, signal.SIGSTOP)
         # More than a pipe holds, so that not even sending it may wait for the worker.
         big = dataclasses.replace(
@@ -343,29 +346,30 @@ def test_a_worker_that_does_not_answer_is_replaced(monkeypatch):
 
 
 def test_a_worker_that_answers_nonsense_is_replaced(monkeypatch):
-    ask = pool_lib._WorkerProcess._ask
-    with Pool(num_workers=1) as pool:
-        answers = [b"nonsense", b'{"outcome": "ok"}']
+    read = local_workers.opened
+    with Pool(LocalWorkers(1)) as pool:
+        answers = [b"nonsense", b'{"id": "1", "type": "Result", "body": {}}']
 
-        def nonsense(worker, lines, line, seconds):
-            answer = ask(worker, lines, line, seconds)
-            return answers.pop() if line is not None and answers else answer
+        def nonsense(line, kinds):
+            if b'"Result"' in line and answers:
+                line = answers.pop()
+            return read(line, kinds)
 
-        monkeypatch.setattr(pool_lib._WorkerProcess, "_ask", nonsense)
+        monkeypatch.setattr(local_workers, "opened", nonsense)
         result = run(pool, job("nonsense"))
         assert (result.outcome, result.attempts) == ("ok", 3)
 
 
 def test_closing_resolves_everything_and_leaves_nothing():
     marker = f"closing-{os.getpid()}"
-    pool = Pool(num_workers=2)
+    pool = Pool(LocalWorkers(2))
     futures = [
         pool.submit(job(f"unfinished {i}", sleeper(marker, 1000), wall_seconds=1000))
         for i in range(4)
     ]
     futures[3].cancel()
     eventually(lambda: len(alive(marker)) == 2)
-    pids = pool.worker_pids
+    pids = pool.workers.pids
     pool.close()
     pool.close()
     late = pool.submit(job("too late"))
@@ -380,9 +384,10 @@ def start_trainer(marker):
     code = textwrap.dedent(sleeper(marker, 1000))
     script = f"""
 import time
+from sandbox.local_workers import LocalWorkers
 from sandbox.pool import Pool
 from sandbox.protocol import Execution, Grading, Job, Limits
-pool = Pool(num_workers=2)
+pool = Pool(LocalWorkers(2))
 for name in "ab":
     execution = Execution(
         command=("python", "-I", "-S", "main.py"),
@@ -391,9 +396,9 @@ for name in "ab":
     )
     grading = Grading(program="", payload=None)
     pool.submit(Job(job_id=name, domain="", execution=execution, grading=grading))
-while len(pool.worker_pids) < 2:
+while len(pool.workers.pids) < 2:
     time.sleep(0.01)
-print(*pool.worker_pids, flush=True)
+print(*pool.workers.pids, flush=True)
 time.sleep(1000)
 """
     return subprocess.Popen(
@@ -419,7 +424,7 @@ def test_a_missing_namespace_is_named(kind):
     # A user namespace in which no further namespace of this kind may be made.
     script = f"""
 echo 0 > /proc/sys/user/max_{kind}_namespaces &&
-exec {sys.executable} -c 'from sandbox.pool import Pool; Pool(num_workers=1)'
+exec {sys.executable} -c 'from sandbox.pool import Pool; Pool()'
 """
     ran = subprocess.run(
         ["unshare", "--user", "--map-root-user", "sh", "-c", script],

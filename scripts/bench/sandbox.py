@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+from sandbox.local_workers import LocalWorkers
 from sandbox.pool import Pool
 from sandbox.protocol import Execution, Grading, Job
 
@@ -85,7 +86,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
-    with Pool(num_workers=options.workers) as pool:
+    with Pool(LocalWorkers(options.workers)) as pool:
         in_pool(pool, "warm", 10 * options.workers)
         systems: dict[str, Callable[[int], dict[str, float]]] = {
             "ours": lambda i: in_pool(pool, str(i), options.episodes),
