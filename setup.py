@@ -35,6 +35,7 @@ setup(
         "numpy>=2.0",
         "optax>=0.2.5",
         "orbax-checkpoint>=0.12",
+        "prometheus-client>=0.20",
         "pyseccomp>=0.1.2",
         "rich>=13.0",
         "safetensors>=0.5",
@@ -43,8 +44,10 @@ setup(
         "tokenizers>=0.21",
     ],
     extras_require={
+        "docker": ["docker>=7.0"],
         "reasoning": ["reasoning-gym>=0.1.25"],
         "test": TEST,
+        "remote": ["nats-py>=2.6"],
         "parity": ["accelerate>=1.15", "torch==2.13.0", "transformers>=5.24"],
     },
 )

@@ -65,6 +65,7 @@ class RunLog:
                         "components": dict(reward.components) if reward else None,
                         "attempts": outcome.attempts,
                         "seconds": {k: round(v, 4) for k, v in outcome.seconds.items()},
+                        "usage": {k: round(v, 4) for k, v in outcome.usage.items()},
                     },
                 )
 

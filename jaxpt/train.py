@@ -37,7 +37,14 @@ from jaxpt.progress import ProgressBar
 from jaxpt.report import write_report
 from jaxpt.rl import losses
 from jaxpt.rl.update import LossFn, make_update
-from jaxpt.rollout.episodes import RolloutConfig, Sampler, open_sampler, timed
+from jaxpt.rollout.episodes import (
+    MakePool,
+    Pool,
+    RolloutConfig,
+    Sampler,
+    open_sampler,
+    timed,
+)
 from jaxpt.run import (
     DONE,
     REINFORCEMENT,
@@ -115,13 +122,14 @@ def train(
     supervised: SupervisedConfig | None = None,
     mesh: MeshConfig = MeshConfig(),
     seed: int = 0,
-    sandbox_workers: int = 2,
+    make_pool: MakePool = Pool,
     on_start: Callable[[], None] = lambda: None,
     on_first_step: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Runs, or goes on with, the run in `workdir`; returns its summary.
 
     supervised: the warm start; without one, reinforcement starts on the base as it is.
+    make_pool: of the sandboxes; how many workers, of which backend, with what waived.
     on_start: called when everything was found to be in order, before the first step.
     on_first_step: called once everything that the configuration names has been used.
     """
@@ -132,7 +140,7 @@ def train(
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         stop = enter(StopSignal())
-        sampler = enter(open_sampler(loaded, mixture, sandbox_workers))
+        sampler = enter(open_sampler(loaded, mixture, make_pool))
         log = enter(RunLog(workdir))
         checkpoints = Checkpoints(workdir / "checkpoints", keep=checkpoint.keep)
         stack.callback(checkpoints.close)

@@ -39,6 +39,8 @@ class Outcome:
     """How an episode ended: a class (see OUTCOMES), its reward if it carries one, and why.
 
     `reason` is the sandbox's code (`graded`, `wall_timeout`, ...), `why` a sentence.
+    `seconds` are its spans (queue, acquire, execute, grade, deliver), `usage` what its
+    program used (cpu_seconds, memory_bytes, processes, workspace_bytes), if one ran.
     """
 
     kind: str
@@ -47,6 +49,7 @@ class Outcome:
     reward: Reward | None
     attempts: int = 1
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    usage: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if self.kind not in OUTCOMES:

@@ -12,6 +12,9 @@ from sandbox import linux
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
 _VERSION, _PATH_BENEATH = 1, 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER = 1, 2, 4, 8
+# An overlay takes a character device 0:0 for an erasure of what lies below, and users
+# without privileges may make one.
+_MAKE_DEVICES = 1 << 6 | 1 << 11
 _TRUNCATE, _DEVICE_CALLS = 1 << 14, 1 << 15
 _ABSTRACT_SOCKETS, _SIGNALS = 1, 2
 # The last right of each version of the interface, as a bit.
@@ -31,20 +34,21 @@ def version() -> int:
 def restrict(*, writable: tuple[str, ...], files: tuple[str, ...]) -> None:
     """From here on this process and its children may only look at files, and execute.
 
-    writable: folders below which they may do anything. files: paths of files, or folders of
-    such, to read and write.
+    writable: folders below which they may do anything but make device files.
+    files: paths of files, or of folders of such, to read and write.
     Sockets in the abstract namespace and signals reach only processes bound as well, where
     the kernel knows how. After no_new_privs.
     """
     here = version()
     rights = (2 << _RIGHTS.get(here, 15)) - 1
+    anything = rights & ~_MAKE_DEVICES
     scopes = _ABSTRACT_SOCKETS | _SIGNALS if here >= 6 else 0
     attributes = struct.pack("QQQ", rights, 0, scopes)
     size = 24 if here >= 6 else 16 if here >= 4 else 8
     ruleset = linux.syscall("landlock_create_ruleset", _CREATE, attributes, size, 0)
     for path, allowed in (
         ("/", _LOOK),
-        *((path, rights) for path in writable),
+        *((path, anything) for path in writable),
         *((path, rights & _OF_FILES) for path in files),
     ):
         folder = os.open(path, os.O_PATH | os.O_CLOEXEC)

@@ -12,6 +12,7 @@ import platform
 import signal
 import socket
 import struct
+import time
 
 NEW_TIME, NEW_MOUNT, NEW_CGROUP, NEW_UTS = 0x80, 0x20000, 0x2000000, 0x4000000
 NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x8000000, 0x10000000, 0x20000000, 0x40000000
@@ -236,6 +237,14 @@ def open_beneath(
     resolve = _IN_ROOT | (_NO_MAGIC_LINKS if follow_links else _NO_SYMLINKS)
     how = struct.pack("3Q", flags | os.O_CLOEXEC, mode, resolve)
     return syscall("openat2", _OPENAT2, folder, os.fsencode(path), how, len(how))
+
+
+def start_clocks() -> None:
+    """For children of this process, the clocks that count from boot begin now."""
+    unshare(NEW_TIME)
+    clocks = (("monotonic", time.CLOCK_MONOTONIC), ("boottime", time.CLOCK_BOOTTIME))
+    offsets = [f"{name} {-int(time.clock_gettime(clock))} 0" for name, clock in clocks]
+    write_file("/proc/self/timens_offsets", "\n".join(offsets))
 
 
 def bring_up_loopback() -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,21 @@ class LocalWorkers:
     """`count` worker processes of this machine, each replaced when it is lost.
 
     capacity: of each; what this machine has, divided, if not given.
+    backend, options: a name in `worker.BACKENDS`, and the arguments of what it names.
     """
 
-    def __init__(self, count: int = 2, *, capacity: Resources | None = None):
+    def __init__(
+        self,
+        count: int = 2,
+        *,
+        capacity: Resources | None = None,
+        backend: str = "local",
+        options: Mapping[str, Any] | None = None,
+    ):
         if count < 1:
             raise ValueError(f"count={count} must be 1 or more.")
         self._count = count
+        self._backend = {"backend": backend, "options": dict(options or {})}
         self.largest = capacity or machine(count)
         self._pids: dict[int, int] = {}
 
@@ -64,7 +74,8 @@ class LocalWorkers:
         while True:
             generation += 1
             worker_id = f"{number}.{generation}"
-            link = WorkerLink({"number": number, "warm": 1, "snapshots": snapshots})
+            settings = {"number": number, "snapshots": snapshots, **self._backend}
+            link = WorkerLink(settings)
             try:
                 await link.start()
                 pause = 0.0

@@ -14,12 +14,12 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from sandbox import nanny, self_check
+from sandbox import isolation, nanny
 from sandbox.backends.backend import SandboxUnavailable
 from sandbox.items import (
     Change,
@@ -31,6 +31,7 @@ from sandbox.items import (
     SchedulerConfig,
 )
 from sandbox.local_workers import LocalWorkers
+from sandbox.metrics import Metrics
 from sandbox.protocol import Job, Limits, Output, Result
 from sandbox.scheduler import Scheduler
 from sandbox.session import Session, SessionFailed
@@ -84,8 +85,10 @@ class Pool:
     snapshots: folder for those that outlive a worker; one that ends with the pool, if not
       given.
 
+    waive: layers of isolation that may be missing; the names are `isolation.LAYERS`'.
+
     Raises:
-      SandboxUnavailable: this machine can't isolate; the message says what is missing.
+      SandboxUnavailable: sandboxes don't isolate here; the message says what is missing.
     """
 
     def __init__(
@@ -97,7 +100,9 @@ class Pool:
         session_share: float = 0.02,
         idle_seconds: float = 3600.0,
         snapshots: str | None = None,
+        waive: Sequence[str] = (),
     ):
+        isolation.check_waivers(tuple(waive))
         if max_attempts < 1:
             raise ValueError(f"max_attempts={max_attempts} must be 1 or more.")
         self.workers = workers or LocalWorkers()
@@ -123,6 +128,15 @@ class Pool:
         self._lock = threading.Lock()
         self._futures: collections.OrderedDict[str, Future] = collections.OrderedDict()
         self._work: dict[str, _Work] = {}
+        self.metrics = Metrics()
+        self.metrics.watch(
+            {
+                "queued": ("Waiting.", lambda: self._scheduler.num_queued),
+                "leased": ("Placed on workers.", lambda: self._scheduler.num_leased),
+                "workers": ("That are up.", lambda: len(self._links)),
+                "sessions": ("That are open.", self._num_sessions),
+            }
+        )
         self._families: dict[str, _Family] = {}  # by their first session's item
         self._links: dict[str, Link] = {}
         self._tasks: set[asyncio.Task] = set()
@@ -143,17 +157,20 @@ class Pool:
             daemon=True,
         )
         self._thread.start()
-        self._check_isolation()
-
-    def _check_isolation(self) -> None:
         try:
-            missing = self_check.missing(self.submit(self_check.job()).result())
+            self._check_isolation(tuple(waive))
         except BaseException:
             self.close()
             raise
-        if missing:
-            self.close()
-            raise SandboxUnavailable(missing)
+
+    def _check_isolation(self, waived: tuple[str, ...]) -> None:
+        try:
+            tried = [self.submit(job) for job in isolation.jobs()]
+            self.isolation = isolation.findings([future.result() for future in tried])
+        except isolation.CannotIsolate as error:
+            raise SandboxUnavailable(str(error)) from error
+        if complaint := isolation.complaint(self.isolation, waived):
+            raise SandboxUnavailable(complaint)
 
     def __enter__(self) -> "Pool":
         return self
@@ -397,16 +414,19 @@ class Pool:
         """A session has begun: its item stays leased until its family has ended."""
         assert isinstance(work.request, Open)
         del self._work[lease.item_id]
+        domain = work.request.domain
         family = self._families[lease.item_id] = _Family(lease)
 
         def join(session_id: str, state: Any) -> Session:
             session = Session(
                 session_id,
+                domain,
                 link,
                 state,
                 call=self.call,
                 on_fork=lambda parent, forked: join(forked, parent.state),
                 on_close=lambda session: self._leave(family, session),
+                metrics=self.metrics,
             )
             family.members.add(session)
             return session
@@ -419,6 +439,9 @@ class Pool:
             now = time.monotonic()
             self._scheduler.complete(family.lease.lease_id, "ok", "closed", now)
             self._stirred.set()
+
+    def _num_sessions(self) -> int:
+        return sum(len(family.members) for family in list(self._families.values()))
 
     async def _close_idle(self) -> None:
         while True:
@@ -487,9 +510,11 @@ class Pool:
         queued = (work.placed or now) - work.submitted
         seconds = {"queue": queued, **result.seconds}
         seconds["deliver"] = max(now - work.submitted - sum(seconds.values()), 0.0)
-        work.future.set_result(
-            dataclasses.replace(result, job_id=item_id.partition("/")[2], seconds=seconds)
+        result = dataclasses.replace(
+            result, job_id=item_id.partition("/")[2], seconds=seconds
         )
+        self.metrics.count_result(work.request.job.domain, result)
+        work.future.set_result(result)
 
     def _cancel(self, item_id: str) -> None:
         change = self._scheduler.cancel(item_id, time.monotonic())

@@ -67,14 +67,14 @@ def program() -> bytes:
     Calls in the manner of another architecture (32 bits on a machine of 64) kill.
 
     Raises:
-      RuntimeError: the library libseccomp, which compiles it, is missing.
+      RuntimeError: what compiles it is missing.
     """
     try:
         import pyseccomp
-    except RuntimeError as error:
+    except (ImportError, RuntimeError) as error:
         raise RuntimeError(
-            "libseccomp is missing, which makes the filter of system calls: "
-            "apt-get install libseccomp2."
+            "pyseccomp and libseccomp make the filter of system calls, and one is missing: "
+            "pip install pyseccomp; apt-get install libseccomp2."
         ) from error
 
     rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.ENOSYS))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from sandbox.metrics import Metrics
 from sandbox.protocol import Grading, Ran, Result
 from sandbox.sessions import (
     Close,
@@ -53,14 +54,18 @@ class Session:
     def __init__(
         self,
         session_id: str,
+        domain: str,
         link: Link,
         state: Any,
         *,
         call: Callable[[Coroutine[Any, Any, Any]], Future],
         on_fork: Callable[["Session", str], "Session"],
         on_close: Callable[["Session"], None],
+        metrics: Metrics,
     ):
         self.session_id = session_id
+        self.domain = domain
+        self._metrics = metrics
         self.state = state
         self.used_at = time.monotonic()
         self._link = link
@@ -72,23 +77,31 @@ class Session:
         self._turn = asyncio.Lock()
 
     def exec(
-        self, script: str, *, wall_seconds: float = 30.0, output_bytes: int = 16 << 10
+        self,
+        script: str,
+        *,
+        wall_seconds: float = 30.0,
+        output_bytes: int = 16 << 10,
+        tool: str = "shell",
     ) -> "Future[Ran]":
         """Runs a bash script in the session's shell.
 
         At `wall_seconds` all that runs is killed, and the shell too if it is stuck. What a
-        script leaves in the background lives on.
+        script leaves in the background lives on. tool: what it counts as in the metrics.
         """
-        return self._ask(
-            Exec(
-                session_id=self.session_id,
-                script=script,
-                wall_seconds=wall_seconds,
-                output_bytes=output_bytes,
-            ),
-            Ran,
-            seconds=wall_seconds,
+        request = Exec(
+            session_id=self.session_id,
+            script=script,
+            wall_seconds=wall_seconds,
+            output_bytes=output_bytes,
         )
+
+        async def ran() -> Ran:
+            ran = await self._request(request, Ran, seconds=wall_seconds)
+            self._metrics.count_script(self.domain, tool, ran)
+            return ran
+
+        return self._call(ran())
 
     def write_files(self, files: Mapping[str, bytes]) -> "Future[Done]":
         """Fails with `no_space` if the workspace is full."""
@@ -147,7 +160,14 @@ class Session:
         request = Grade(
             session_id=self.session_id, artifacts=tuple(artifacts), grading=grading
         )
-        return self._ask(request, Result, seconds=grading.limits.wall_seconds)
+
+        async def graded() -> Result:
+            seconds = grading.limits.wall_seconds
+            result = await self._request(request, Result, seconds=seconds)
+            self._metrics.count_result(self.domain, result)
+            return result
+
+        return self._call(graded())
 
     def close(self) -> "Future[None]":
         """Ends the session; done twice, or for one that is lost, it does nothing."""

@@ -1,6 +1,6 @@
 """A worker process: requests as JSON lines on stdin, replies as JSON lines on stdout.
 
-    python -m sandbox.worker '{"number": 0, "snapshots": "/path"}'
+    python -m sandbox.worker '{"number": 0, "backend": "local", "options": {}, ...}'
 
 It serves many requests at a time, each session's one after the other. It ends when stdin
 does, or with its parent, and its sandboxes too.
@@ -13,7 +13,7 @@ import errno
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sandbox import linux
@@ -52,6 +52,9 @@ from sandbox.sessions import (
 )
 from sandbox.snapshots import FolderStore, SnapshotStore
 
+# What `python -m sandbox.worker` can be told to use, and how it is made of its number and
+# options.
+BACKENDS: dict[str, Callable[..., Backend]] = {"local": LocalBackend}
 _BEAT_SECONDS = 1.0
 _REPLIES_KEPT = 1024
 _SNAPSHOTS_KEPT = 256
@@ -345,7 +348,8 @@ async def serve(worker: Worker, lines: Lines) -> None:
 
 async def _main(options: dict[str, Any]) -> None:
     try:
-        backend = LocalBackend(options["number"], warm=options["warm"])
+        make = BACKENDS[options["backend"]]
+        backend = make(options["number"], **options["options"])
     except (SandboxUnavailable, OSError) as error:
         print(json.dumps({"unavailable": str(error)}), flush=True)
         return

@@ -1,5 +1,6 @@
 """From a sandbox's result to an episode's outcome: typed, and never a bare 0."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from jaxpt.types import (
@@ -39,6 +40,7 @@ def outcome(result: Result, *, weights: Mapping[str, float], finished: bool) -> 
         "reason": result.reason,
         "attempts": result.attempts,
         "seconds": dict(result.seconds),
+        "usage": dataclasses.asdict(result.usage) if "execute" in result.seconds else {},
     }
     if result.outcome in (INFRA_FAIL, GRADER_FAIL):
         why = result.stderr.text().strip() or result.reason

@@ -23,9 +23,9 @@ from jaxpt.inference.sampling import SamplingConfig
 from jaxpt.rewards import grade
 from jaxpt.rewards.callback_queue import CallbackQueue, then
 from jaxpt.types import Outcome, Prompt, Trajectory
-from sandbox.local_workers import LocalWorkers
 from sandbox.pool import Pool
 
+MakePool = Callable[[], Pool]
 Clock = dict[str, float]  # seconds by phase, added up
 
 
@@ -153,7 +153,9 @@ class Sampler:
 
 
 @contextlib.contextmanager
-def open_sampler(base: Base, mixture: Mixture, num_workers: int = 2) -> Iterator[Sampler]:
-    """A sampler with sandboxes of its own, which end with it."""
-    with Pool(LocalWorkers(num_workers)) as pool, CallbackQueue(base.mesh) as queue:
+def open_sampler(
+    base: Base, mixture: Mixture, make_pool: MakePool = Pool
+) -> Iterator[Sampler]:
+    """A sampler with a pool of sandboxes of its own, which ends with it."""
+    with make_pool() as pool, CallbackQueue(base.mesh) as queue:
         yield Sampler(base=base, mixture=mixture, queue=queue, pool=pool)

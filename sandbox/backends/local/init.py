@@ -18,7 +18,7 @@ from sandbox import landlock, linux
 from sandbox.backends.local import interpreter, messages
 
 _WRITABLE = ("/workspace", "/tmp", "/dev/shm", "/dev/pts")
-_FILES = ("/dev", "/proc")
+_FILES = ("/dev",)
 _HELD = 64  # descriptors from here on are never a program's
 _INSIDE_UID = 1000
 
@@ -60,6 +60,7 @@ def main(control: socket.socket, settings: Settings) -> None:
 
 
 def _prepare(settings: Settings) -> None:
+    linux.write_file("/proc/self/oom_score_adj", "1000")  # the sandbox goes first
     flags = linux.NO_SUID | linux.NO_DEVICES | linux.NO_EXEC
     linux.mount("proc", "/proc", flags=flags)
     for path in ("/tmp", "/dev/shm"):
@@ -198,7 +199,6 @@ def _become(request: dict, descriptors: list[int], settings: Settings) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     linux.set_dumpable(True)
-    linux.write_file("/proc/self/oom_score_adj", "1000")  # it goes before init does
     for name, (soft, hard) in request["limits"].items():
         resource.setrlimit(getattr(resource, name), (soft, hard))
     arguments = request["argv"]

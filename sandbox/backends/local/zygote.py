@@ -148,6 +148,7 @@ def _run_slot(worker: socket.socket, groups: list[int], settings: init.Settings)
             os.close(group)
         linux.unshare(linux.NEW_NET)
         linux.bring_up_loopback()
+        linux.start_clocks()
     except OSError:
         messages.send(worker, {"failed": traceback.format_exc()})
         return
