@@ -1,7 +1,7 @@
 """The layers that isolate a sandbox, and programs that try to break each of them.
 
-Nothing here reads a version or a setting: a layer is enforced if what it forbids failed when
-it was tried, from inside of a sandbox that the pool made like any other.
+Nothing here reads a version or a setting: a layer is enforced if what it forbids failed
+when it was tried, from inside of a sandbox that the pool made like any other.
 """
 
 import dataclasses

@@ -436,4 +436,4 @@ exec {sys.executable} -c 'from sandbox.pool import Pool; Pool()'
     )
     last = ran.stderr.strip().splitlines()[-1]
     assert re.search(rf"SandboxUnavailable: .*Missing: the {kind} namespace", last)
-    assert "Docker" in last
+    assert "docker backend" in last

@@ -208,18 +208,19 @@ class LocalBackend:
         """A snapshot as a tar archive, which `unpack` takes on any machine."""
         files = self._mount(snapshot)
         try:
-            return await asyncio.to_thread(workspace_lib.pack, files.folder)
+            state = {"folder": snapshot.folder, "exported": snapshot.exported}
+            return await asyncio.to_thread(workspace_lib.pack, files.folder, state)
         finally:
             files.close()
 
     async def unpack(self, archive: bytes, limits: Limits) -> Snapshot:
         files = self.workspace(limits)
         try:
-            workspace_lib.unpack(archive, files)
+            state = workspace_lib.unpack(archive, files)
         except BaseException:
             files.close()
             raise
-        return Snapshot(files.freeze())
+        return Snapshot(files.freeze(), **state)
 
     def _mount(self, snapshot: Snapshot) -> Workspace:
         size = sum(layer.used_bytes for layer in snapshot.layers) + (1 << 20)
@@ -381,7 +382,7 @@ class LocalSandbox:
         if keep_processes and self._box is not None:
             await self._box.signal(signal.SIGSTOP)
             try:
-                archive = workspace_lib.pack(self._files.folder)
+                archive = workspace_lib.pack(self._files.folder, {})
             finally:
                 await self._box.signal(signal.SIGCONT)
             copied = await self._backend.unpack(archive, self._limits)

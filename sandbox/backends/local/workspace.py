@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from sandbox import linux
 
 MAX_LAYERS = 32  # above this they are copied into one; mount options fit in a page
+_STATE = "JAXPT.state."  # before the names of texts that go with an archive
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
 
 
@@ -177,8 +178,11 @@ def _read(root: int, path: str, max_bytes: int) -> bytes | str:
         os.close(file)
 
 
-def pack(folder: str) -> bytes:
-    """The tree below a folder as a tar archive: files, folders and links, nobody's own."""
+def pack(folder: str, state: Mapping[str, str]) -> bytes:
+    """The tree below a folder as a tar archive: files, folders and links, nobody's own.
+
+    state: short texts to go with it.
+    """
 
     def nobodys(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
         member.uid = member.gid = 0
@@ -186,18 +190,27 @@ def pack(folder: str) -> bytes:
         return member if member.isreg() or member.isdir() or member.issym() else None
 
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+    headers = {f"{_STATE}{name}": text for name, text in state.items()}
+    with tarfile.open(
+        fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT, pax_headers=headers
+    ) as archive:
         archive.add(folder, arcname=".", filter=nobodys)
     return buffer.getvalue()
 
 
-def unpack(archive: bytes, workspace: Workspace) -> None:
-    """Writes what `pack` made into a workspace that no process uses yet."""
+def unpack(archive: bytes, workspace: Workspace) -> dict[str, str]:
+    """Writes what `pack` made into a workspace that no process uses yet; its state."""
     with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
+        headers = opened.pax_headers
         opened.extractall(workspace.folder, filter="tar")
     for folder, folders, files in os.walk(workspace.folder):
         for name in (*folders, *files):
             os.lchown(os.path.join(folder, name), workspace.uid, workspace.uid)
+    return {
+        name.removeprefix(_STATE): text
+        for name, text in headers.items()
+        if name.startswith(_STATE)
+    }
 
 
 def _is_initial_root() -> bool:
