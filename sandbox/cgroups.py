@@ -8,12 +8,10 @@ import contextlib
 import dataclasses
 import functools
 import os
-import time
 from pathlib import Path
 
 _PREFIX = "jaxpt-sandbox"
 _USED = frozenset({"memory", "pids", "cpu", "cpuacct"})
-_REMOVAL_SECONDS = 2.0  # for the kernel to bury what was killed
 _PERIOD = 100_000  # microseconds over which processor time is bounded
 
 
@@ -74,6 +72,7 @@ class Group:
             for controller in hierarchy.controllers:
                 self._folders[controller] = (folder, hierarchy.version)
         self._made = tuple(made)
+        self._allowed: tuple | None = None
         self._open: dict[Path, int] = {}  # files that are read again and again
 
     @property
@@ -94,6 +93,12 @@ class Group:
         memory_bytes: of processes and of the files that they write into memory.
         processes: threads count as well.
         """
+        allowed = (memory_bytes, processes, cpus)
+        if allowed == self._allowed:
+            # What a sandbox leaves behind in its group is small, and the bound as it was.
+            self._forget_peak()
+            return
+        self._allowed = allowed
         if "memory" in self._folders:
             self._allow_memory(memory_bytes)
         if "pids" in self._folders:
@@ -107,6 +112,13 @@ class Group:
                 (folder / "cpu.max").write_text(f"{quota} {_PERIOD}")
             else:
                 (folder / "cpu.cfs_quota_us").write_text(str(quota))
+        self._forget_peak()
+
+    def _forget_peak(self) -> None:
+        """Where that can be done, which is in version 1."""
+        folder, version = self._folders.get("memory", (None, 0))
+        if folder is not None and version == 1:
+            (folder / "memory.max_usage_in_bytes").write_text("0")
 
     def _allow_memory(self, size: int) -> None:
         folder, version = self._folders["memory"]
@@ -117,7 +129,6 @@ class Group:
                 (folder / "memory.swap.max").write_text("0")
             return
         used = int(self._read(folder / "memory.usage_in_bytes"))
-        (folder / "memory.max_usage_in_bytes").write_text("0")
         with_swap = folder / "memory.memsw.limit_in_bytes"
         if with_swap.exists():  # it must never be the smaller of the two
             with_swap.write_text("-1")
@@ -171,46 +182,34 @@ class Group:
             self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return os.pread(self._open[path], 4096, 0).decode()
 
-    def remove(self) -> None:
-        """Once its processes are dead or dying."""
+    def remove(self) -> bool:
+        """Whether it is gone; it can't go before its last process."""
         for file in self._open.values():
             os.close(file)
         self._open.clear()
         self._folders.clear()
-        for folder in self._made:
-            _remove(folder)
+        return all([_remove(folder) for folder in self._made])
 
 
-def remove_those_of_the_dead() -> None:
-    """Removes the groups that processes left which did not come to remove them."""
+def remove_those_of_the_dead() -> bool:
+    """Removes the groups that processes left which did not come to remove them.
+
+    Whether none of them is left; the last processes in them may still be dying.
+    """
+    gone = True
     for hierarchy in hierarchies():
         for folder in hierarchy.folder.glob(f"{_PREFIX}-*"):
             pid = folder.name.removeprefix(f"{_PREFIX}-").partition("-")[0]
             if not Path("/proc", pid).exists():
-                _remove(folder)
+                gone = _remove(folder) and gone
+    return gone
 
 
-def left_by_others() -> bool:
-    """Whether there are groups of processes that are not this one, alive or dead."""
-    own = f"{_PREFIX}-{os.getpid()}"
-    return any(
-        not folder.name.startswith(own)
-        for hierarchy in hierarchies()
-        for folder in hierarchy.folder.glob(f"{_PREFIX}-*")
-    )
-
-
-def _remove(folder: Path) -> None:
-    """Waits for the group's last processes, which are dying, and removes it."""
-    deadline = time.monotonic() + _REMOVAL_SECONDS
-    while True:
-        try:
-            folder.rmdir()
-        except FileNotFoundError:
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                return  # someone else's turn: it is found again by its name
-            time.sleep(0.002)
-        else:
-            return
+def _remove(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True

@@ -11,16 +11,14 @@ from sandbox import linux
 
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
 _VERSION, _PATH_BENEATH = 1, 1
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER = 1, 2, 4, 8
+_EXECUTE, _READ_FILE, _READ_FOLDER = 1, 4, 8
 # An overlay takes a character device 0:0 for an erasure of what lies below, and users
 # without privileges may make one.
 _MAKE_DEVICES = 1 << 6 | 1 << 11
-_TRUNCATE, _DEVICE_CALLS = 1 << 14, 1 << 15
 _ABSTRACT_SOCKETS, _SIGNALS = 1, 2
 # The last right of each version of the interface, as a bit.
 _RIGHTS = {1: 12, 2: 13, 3: 14, 4: 14, 5: 15}
 _LOOK = _EXECUTE | _READ_FILE | _READ_FOLDER
-_OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _DEVICE_CALLS
 
 
 def version() -> int:
@@ -31,11 +29,10 @@ def version() -> int:
         return 0
 
 
-def restrict(*, writable: tuple[str, ...], files: tuple[str, ...]) -> None:
+def restrict(*, writable: tuple[str, ...]) -> None:
     """From here on this process and its children may only look at files, and execute.
 
     writable: folders below which they may do anything but make device files.
-    files: paths of files, or of folders of such, to read and write.
     Sockets in the abstract namespace and signals reach only processes bound as well, where
     the kernel knows how. After no_new_privs.
     """
@@ -49,7 +46,6 @@ def restrict(*, writable: tuple[str, ...], files: tuple[str, ...]) -> None:
     for path, allowed in (
         ("/", _LOOK),
         *((path, anything) for path in writable),
-        *((path, rights & _OF_FILES) for path in files),
     ):
         folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
         rule = ctypes.create_string_buffer(struct.pack("=Qi", allowed, folder), 12)

@@ -12,49 +12,82 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from sandbox import cgroups
 
-_WORKERS_DIE_SECONDS = 5.0
+_DYING_SECONDS = 8.0  # for processes that were killed to be gone
+_PREFIX = "jaxpt-snapshots-"
 
 
-def start(folder: str) -> subprocess.Popen:
-    """A nanny for this process; `close` its stdin to have it look after things and end."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "sandbox.nanny", folder],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-        env={
-            "PATH": os.environ.get("PATH", ""),
-            "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
-        },
-        start_new_session=True,  # what ends a whole terminal or job must not end it
-    )
+class Nanny:
+    """Of this process: the other one that will clean up after it, and a folder.
+
+    folder: of files that should not outlive this process.
+    """
+
+    def __init__(self):
+        self.folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+        self._start()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "sandbox.nanny", self.folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env={
+                "PATH": os.environ.get("PATH", ""),
+                "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
+            },
+            start_new_session=True,  # what ends a whole terminal or job must not end it
+        )
+
+    def check(self) -> None:
+        """Starts another one, should it have been killed."""
+        if self._process.poll() is not None:
+            self.release()
+            self._start()
+
+    def release(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Has it clean up and end; does so itself if there is none."""
+        self.release()
+        if self._process.returncode != 0:
+            clean(self.folder)
+
+
+def clean(folder: str) -> None:
+    """Removes what dead workers and dead pools left, and the folder."""
+    deadline = time.monotonic() + _DYING_SECONDS
+    while not cgroups.remove_those_of_the_dead() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with contextlib.suppress(ImportError):
+        from sandbox.backends.docker import cleaning
+
+        cleaning.remove_those_of_the_dead()
+    shutil.rmtree(folder, ignore_errors=True)
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        pid = left.name.removeprefix(_PREFIX).partition("-")[0]
+        if not Path("/proc", pid).exists():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.stdin.buffer.read()
-    deadline = time.monotonic() + _WORKERS_DIE_SECONDS
-    while True:
-        cgroups.remove_those_of_the_dead()
-        _remove_containers()
-        if time.monotonic() > deadline or not cgroups.left_by_others():
-            break
-        time.sleep(0.1)
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
-
-
-def _remove_containers() -> None:
-    with contextlib.suppress(ImportError):
-        from sandbox.backends.docker import cleaning
-
-        cleaning.remove_those_of_the_dead()
+    # Workers end with their pool, but it takes them a moment.
+    for _ in range(2):
+        clean(sys.argv[1])
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import tempfile
 import threading
 import time
 import uuid
@@ -19,7 +18,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from sandbox import isolation, nanny
+from sandbox import isolation
 from sandbox.backends.backend import SandboxUnavailable
 from sandbox.items import (
     Change,
@@ -32,6 +31,7 @@ from sandbox.items import (
 )
 from sandbox.local_workers import LocalWorkers
 from sandbox.metrics import Metrics
+from sandbox.nanny import Nanny
 from sandbox.protocol import Job, Limits, Output, Result
 from sandbox.scheduler import Scheduler
 from sandbox.session import Session, SessionFailed
@@ -143,12 +143,9 @@ class Pool:
         self._closed = False
         self._closing = asyncio.Event()
         self._stirred = asyncio.Event()  # there may be something to hand out
-        self._temporary = None
-        if snapshots is None:
-            self._temporary = snapshots = tempfile.mkdtemp(prefix="jaxpt-snapshots-")
-        Path(snapshots).mkdir(parents=True, exist_ok=True)
-        self._snapshots = snapshots
-        self._nanny = nanny.start(self._temporary or "")
+        self._nanny = Nanny()
+        self._snapshots = snapshots or self._nanny.folder
+        Path(self._snapshots).mkdir(parents=True, exist_ok=True)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_until_complete,
@@ -311,10 +308,11 @@ class Pool:
 
     async def _main(self) -> None:
         reaping = self._spawn(self._close_idle())
+        watching = self._spawn(self._watch_nanny())
         running = self._spawn(self.workers.run(self, self._snapshots))
         turning = self._spawn(self._turn())
         await self._closing.wait()
-        for task in (reaping, turning, running):
+        for task in (reaping, watching, turning, running):
             task.cancel()
         await asyncio.gather(running, return_exceptions=True)
         for task in list(self._tasks):
@@ -327,8 +325,7 @@ class Pool:
                 session.lose("pool_closed")
         # What arrived before the pool was closed is entered in this turn of the loop.
         await asyncio.sleep(0)
-        self._nanny.stdin.close()
-        self._nanny.wait()
+        self._nanny.close()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
         task = self._loop.create_task(coroutine)
@@ -442,6 +439,11 @@ class Pool:
 
     def _num_sessions(self) -> int:
         return sum(len(family.members) for family in list(self._families.values()))
+
+    async def _watch_nanny(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            self._nanny.check()
 
     async def _close_idle(self) -> None:
         while True:

@@ -78,6 +78,8 @@ def program() -> bytes:
         ) from error
 
     rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.ENOSYS))
+    # A tree in place of a list: the kernel tries every call when it takes a filter.
+    rules.set_attr(pyseccomp.Attr.CTL_OPTIMIZE, 2)
     for name in _ALLOWED:
         rules.add_rule(pyseccomp.ALLOW, name)
     for family in _FAMILIES:

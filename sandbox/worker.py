@@ -52,9 +52,19 @@ from sandbox.sessions import (
 )
 from sandbox.snapshots import FolderStore, SnapshotStore
 
-# What `python -m sandbox.worker` can be told to use, and how it is made of its number and
-# options.
-BACKENDS: dict[str, Callable[..., Backend]] = {"local": LocalBackend}
+
+def _docker(number: int, **options: Any) -> Backend:
+    try:
+        from sandbox.backends.docker.backend import DockerBackend
+    except ImportError as error:
+        raise SandboxUnavailable(
+            f"The docker backend needs its library: pip install docker ({error})."
+        ) from error
+    return DockerBackend(number, **options)
+
+
+# What a worker can be told to use, and how it is made of its number and options.
+BACKENDS: dict[str, Callable[..., Backend]] = {"docker": _docker, "local": LocalBackend}
 _BEAT_SECONDS = 1.0
 _REPLIES_KEPT = 1024
 _SNAPSHOTS_KEPT = 256

@@ -67,7 +67,7 @@ WITHOUT = {
     ),
     "Landlock": (
         "landlock",
-        {INIT: {"landlock.restrict(writable=_WRITABLE, files=_FILES)": ""}},
+        {INIT: {"landlock.restrict(writable=_WRITABLE)": ""}},
     ),
     "limits": (
         "limits",

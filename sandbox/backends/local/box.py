@@ -104,11 +104,14 @@ class Zygote:
             reply, _ = messages.receive(ours)
         except (EOFError, TimeoutError):
             reply = {"failed": self._last_words()}
+        ours.settimeout(None)
         if "failed" in reply:
             self._process.kill()
             self._process.wait()
             raise SandboxFailed(f"The zygote did not start: {reply['failed'].strip()}")
         self._end = ours
+        self._pidfd = os.pidfd_open(self._process.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, _die, "The zygote is gone.")
 
     def _last_words(self) -> str:
         self._process.kill()
@@ -127,10 +130,18 @@ class Zygote:
 
     def close(self) -> None:
         """Kills it, and all that came of it."""
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
         self._end.close()
         self._process.kill()
         self._process.wait()
         self._process.stderr.close()
+
+
+def _die(why: str) -> None:
+    """Ends this worker, for its pool to start another."""
+    print(why, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 class Slot:
@@ -190,7 +201,11 @@ class Slot:
         if self._next is not None:
             self._next.cancel()
         self._connection.close()
-        self.group.remove()
+        self._bury()
+
+    def _bury(self) -> None:
+        if not self.group.remove():  # it ends only now that its connection has
+            asyncio.get_running_loop().call_later(0.05, self._bury)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

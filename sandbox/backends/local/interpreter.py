@@ -8,6 +8,7 @@ import atexit
 import builtins
 import dataclasses
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -46,7 +47,7 @@ def run(program: Program) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.enable()
     _prepare(program)
-    code = 0
+    code, before = 0, len(sys.modules)
     try:
         _execute(program)
     except SystemExit as error:
@@ -58,10 +59,10 @@ def run(program: Program) -> None:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         code = 1
-    os._exit(_finish(code))
+    os._exit(_finish(code, before))
 
 
-def _finish(code: int) -> int:
+def _finish(code: int, before: int) -> int:
     """Does what the end of an interpreter does, and returns the exit code.
 
     The interpreter's own way frees every object, and so copies all that the fork shares.
@@ -70,10 +71,15 @@ def _finish(code: int) -> int:
         sys.modules["threading"]._shutdown()
     atexit._run_exitfuncs()
     # Files that the program left open are written when the last names for them go.
-    for name, module in list(sys.modules.items()):
+    # Only the latest modules are looked at: whatever is touched is copied.
+    latest = tuple(
+        itertools.islice(reversed(sys.modules), max(len(sys.modules) - before, 0))
+    )
+    for name in ("__main__", *latest):
+        module = sys.modules.get(name)
         file = getattr(module, "__file__", None) or ""
         if name == "__main__" or (file and not file.startswith(sys.prefix)):
-            module.__dict__.clear()
+            getattr(module, "__dict__", {}).clear()
     gc.collect()
     try:
         sys.stdout.flush()
@@ -86,8 +92,6 @@ def _finish(code: int) -> int:
 def _prepare(program: Program) -> None:
     # The zygote's streams are of the same descriptors, and nothing has used them.
     sys.argv = list(program.argv)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "sandbox"]:
-        del sys.modules[name]
     if "I" not in program.flags:
         folder = "" if program.code is not None else os.path.dirname(program.argv[0])
         sys.path.insert(0, folder if program.code is not None else os.path.abspath(folder))

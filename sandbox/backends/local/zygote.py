@@ -69,6 +69,9 @@ def _import() -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
     sys.path[:] = [path for path in sys.path if not os.path.exists(f"{path}/sandbox")]
+    # Programs see nothing of this package, which goes on without its names.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sandbox"]:
+        del sys.modules[name]
     # An interpreter that collects garbage writes into every object, and so into pages that
     # its forks could share.
     gc.collect()
