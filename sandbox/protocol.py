@@ -55,11 +55,13 @@ class Limits:
     output_bytes: kept of stdout and of stderr, half from the head, half from the tail.
     workspace_bytes: all files of the workspace together, those of its snapshots included.
     cpus: processors' worth of time that all processes get together.
+    gpus: whole ones; only on workers whose backend has some to give.
     """
 
     wall_seconds: float = 10.0
     cpu_seconds: int = 2
     cpus: float = 1.0
+    gpus: int = 0
     memory_bytes: int = 256 << 20
     processes: int = 16
     file_bytes: int = 16 << 20
@@ -70,6 +72,8 @@ class Limits:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             numbers = (int, float) if field.type is float else (int,)
+            if field.name == "gpus" and type(value) is int and value >= 0:
+                continue
             if type(value) not in numbers or not 0 < value < math.inf:
                 raise ProtocolError(
                     f"Limits.{field.name}={value!r} must be a positive, finite "

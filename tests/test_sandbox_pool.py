@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox import local_workers
-from sandbox import pool as pool_lib
+from sandbox import dispatcher, local_workers
 from sandbox.local_workers import LocalWorkers, machine
 from sandbox.pool import Pool
 from sandbox.protocol import Execution, Grading, Job, Limits
@@ -329,7 +328,7 @@ def worker_is_gone(pid: int) -> bool:
 
 
 def test_a_worker_that_does_not_answer_is_replaced(monkeypatch):
-    monkeypatch.setattr(pool_lib, "_SLACK_SECONDS", 1.0)
+    monkeypatch.setattr(dispatcher, "_SLACK_SECONDS", 1.0)
     with Pool(LocalWorkers(1), max_attempts=1) as pool:
         stopped = pool.workers.pids[0]
         os.kill(stopped, signal.SIGSTOP)

@@ -100,6 +100,7 @@ class Sampler:
         def submit(row: int, tokens: np.ndarray):
             return self._submit(prompts[row // G], tokens, f"{episode_id}/{row}")
 
+        self.pool.wait_for_room()
         self.queue.open(list(range(len(prompts) * G)), submit)
         with timed(clock, "sample"):
             sharding = mesh_lib.named_sharding(self.base.mesh, ("batch",))

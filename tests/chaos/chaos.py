@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -74,6 +75,12 @@ def groups():
     }
 
 
+def ownerless(path, now):
+    """Whether the process whose number is in the last part of the name is gone."""
+    numbers = re.findall(r"jaxpt-(?:sandbox|snapshots)-(\d+)", path)
+    return int(numbers[-1]) not in now
+
+
 def leftovers(before, marker):
     """What there is now that was not there before."""
     now = processes()
@@ -84,16 +91,23 @@ def leftovers(before, marker):
         for _, line in now.values()
         if f"300.{marker}" in line or ("trainer.py" in line and str(marker) in line)
     ]
+    # Other pools may be at work on this machine; theirs have an owner.
     workers = [
         line
-        for pid, (_, line) in now.items()
-        if pid not in before["processes"] and kind(line) in ("worker", "nanny")
+        for pid, (parent, line) in now.items()
+        if pid not in before["processes"]
+        and kind(line) in ("worker", "nanny")
+        and (parent == 1 or parent not in now)
     ]
     return {
         "processes": ours + workers,
-        "groups": sorted(groups() - before["groups"]),
-        "folders": sorted(folders - before["folders"]),
-        "mounts": mounts - before["mounts"],
+        "groups": sorted(
+            path for path in groups() - before["groups"] if ownerless(path, now)
+        ),
+        "folders": sorted(
+            path for path in folders - before["folders"] if ownerless(path, now)
+        ),
+        "mounts": max(mounts - before["mounts"], 0),
     }
 
 

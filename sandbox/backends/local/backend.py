@@ -118,6 +118,8 @@ class LocalBackend:
         Raises:
           SandboxFailed: there is no room for the workspace, or an image is asked for.
         """
+        if limits.gpus:
+            raise SandboxFailed(f"The local backend has no GPUs; {limits.gpus} were asked.")
         if image:
             raise SandboxFailed(
                 f"The local backend has no images, so not {image!r}: it shows the "
