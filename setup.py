@@ -47,7 +47,7 @@ setup(
         "docker": ["docker>=7.0"],
         "reasoning": ["reasoning-gym>=0.1.25"],
         "test": TEST,
-        "remote": ["nats-py>=2.6"],
+        "remote": ["nats-py>=2.16"],
         "parity": ["accelerate>=1.15", "torch==2.13.0", "transformers>=5.24"],
     },
 )

@@ -1,6 +1,7 @@
 """Runs inside a sandbox: tries to break each layer, and writes what it could to `found`.
 
-`known`, beside it, says what the machine's namespaces are and how much is allowed.
+`known`, beside it, says what the machine's namespaces and folders are, and how much is
+allowed.
 """
 
 import ctypes
@@ -96,16 +97,16 @@ def break_network() -> None:
             pass  # not even a socket
 
 
-def break_files() -> None:
+def break_files(folders: dict[str, list[int]]) -> None:
     for folder in ("/", "/usr", "/usr/lib", "/etc", "/dev"):
         path = os.path.join(folder, "broken")
         breaks("root", f"writes {path}", opens(path, os.O_WRONLY | os.O_CREAT))
-    for path in ("/etc/shadow", "/home", "/var", "/sys", "/run", "/boot"):
+    for path, number in folders.items():
         try:
-            seen = not os.path.isdir(path) or bool(os.listdir(path))
-            breaks("root", f"sees {path}", os.path.exists(path) and seen)
+            found = os.stat(path)
         except OSError:
-            pass
+            continue
+        breaks("root", f"sees {path}", number == [found.st_dev, found.st_ino])
     for path in ("/proc/sys/kernel/hostname", "/proc/sys/vm/overcommit_memory"):
         breaks("proc", f"writes {path}", opens(path, os.O_WRONLY))
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
@@ -189,11 +190,12 @@ def main() -> None:
     break_environment()
     break_namespaces(known["namespaces"])
     break_network()
-    break_files()
+    break_files(known["folders"])
     break_privileges()
     break_limits(known["memory_bytes"], known["workspace_bytes"])
     with open("/proc/self/uid_map") as file:
-        owner = int(file.read().split()[1])
+        inside, outside, _ = map(int, file.readline().split())
+    owner = outside + os.getuid() - inside
     here = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in known["namespaces"]}
     with open("found", "w") as file:
         json.dump({"broken": broken, "owner": owner, "namespaces": here}, file)

@@ -10,6 +10,8 @@ import functools
 import os
 from pathlib import Path
 
+from sandbox import linux
+
 _PREFIX = "jaxpt-sandbox"
 _USED = frozenset({"memory", "pids", "cpu", "cpuacct"})
 _PERIOD = 100_000  # microseconds over which processor time is bounded
@@ -200,7 +202,7 @@ def remove_those_of_the_dead() -> bool:
     for hierarchy in hierarchies():
         for folder in hierarchy.folder.glob(f"{_PREFIX}-*"):
             pid = folder.name.removeprefix(f"{_PREFIX}-").partition("-")[0]
-            if not Path("/proc", pid).exists():
+            if not linux.is_alive(pid):
                 gone = _remove(folder) and gone
     return gone
 

@@ -137,7 +137,7 @@ class Dispatcher:
         del self._links[worker_id]
         self._failures.pop(worker_id, None)
         for change in self._scheduler.leave(worker_id, time.monotonic()):
-            self._apply(change, failed(change.item_id, lost.reason, str(lost)))
+            self._apply(change, failed(change.item_id, lost.reason, lost.detail))
         self._stirred.set()
 
     def failed_to_join(self, lost: WorkerLost) -> None:
@@ -146,7 +146,7 @@ class Dispatcher:
         now = time.monotonic()
         self._scheduler.join("none", self._largest, now)
         for lease in self._scheduler.next_leases(now):
-            self._finish(lease, failed(lease.item_id, lost.reason, str(lost)))
+            self._finish(lease, failed(lease.item_id, lost.reason, lost.detail))
         self._scheduler.leave("none", time.monotonic())
         self._stirred.set()
 
@@ -182,7 +182,7 @@ class Dispatcher:
         try:
             reply = await self._ask(link, lease, work.request)
         except WorkerLost as lost:
-            reply = failed(lease.item_id, lost.reason, str(lost))
+            reply = failed(lease.item_id, lost.reason, lost.detail)
         if isinstance(work.request, Open) and isinstance(reply, Done):
             self._begin(lease, work, link, reply)
         else:

@@ -71,7 +71,9 @@ def examine(backend: str, options: dict) -> list[Finding]:
     """
     workers = LocalWorkers(1, backend=backend, options=options)
     with Pool(workers, waive=_EVERY_NAME) as pool:
-        found = list(pool.isolation)
+        again = isolation.breaker("isolation/again", beside=True)
+        results = [pool.submit(job).result() for job in (again, *isolation.jobs()[1:])]
+        found = isolation.findings(results)
         if how := _left_behind(pool):
             (death,) = (layer for layer in LAYERS if layer.name == "death")
             found.append(Finding(death, how))

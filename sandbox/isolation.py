@@ -15,9 +15,12 @@ from sandbox.protocol import Execution, Grading, Job, Limits, Result
 _KINDS = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
 _NAMESPACES = (
     "sysctl kernel.unprivileged_userns_clone=1 user.max_user_namespaces=15000; in a "
-    "container, run it with a seccomp profile that allows clone and unshare"
+    "container, run it with a seccomp profile that allows clone and unshare; for Docker, "
+    "userns-remap in its daemon.json"
 )
 _KERNEL = "a Linux kernel from 5.13 with this feature compiled in"
+_FOLDERS = ("/", "/boot", "/dev", "/etc", "/home", "/opt", "/root", "/run", "/srv", "/tmp")
+_FOLDERS += ("/dev/shm", "/sys", "/var", str(Path(__file__).parent))
 _USERS = "run the worker as root, which has users to give away"
 _CONTROL_GROUPS = (
     "run the worker where it may make control groups: as root, or in a delegated group "
@@ -74,10 +77,12 @@ def shared(others):
 
 def grade(artifacts, payload):
     found = json.loads(artifacts["found"])
-    if same := shared(payload["namespaces"]) + shared(found["namespaces"]):
+    agents = found["namespaces"] if payload["beside"] else {}
+    if same := shared(payload["namespaces"]) + shared(agents):
         found["broken"]["grader.namespaces"] = same
     with open("/proc/self/uid_map") as file:
-        owner = int(file.read().split()[1])
+        inside, outside, _ = map(int, file.readline().split())
+    owner = outside + os.getuid() - inside
     if owner == found["owner"]:
         found["broken"]["grader.user"] = ["it is the agent's"]
     if owner == payload["owner"]:
@@ -132,7 +137,7 @@ def _small(name: str, program: str, **limits) -> Job:
 def jobs() -> tuple[Job, ...]:
     """They try every layer, in less than a second; part of every pool's start."""
     return (
-        _breaker(),
+        breaker(),
         _small(
             "memory", _HOG, memory_bytes=48 << 20, workspace_bytes=1 << 20, processes=10
         ),
@@ -140,16 +145,23 @@ def jobs() -> tuple[Job, ...]:
     )
 
 
-def _breaker() -> Job:
+def breaker(job_id: str = "isolation/breaker", *, beside: bool = False) -> Job:
+    """Tries every layer that takes no time to break.
+
+    beside: the grader of an earlier one is still there, and shares no namespace either.
+    Otherwise that can't be told: the kernel gives numbers of namespaces that are gone to
+    new ones.
+    """
     outside = {name: os.readlink(f"/proc/self/ns/{name}") for name in _KINDS}
     known = {
         "namespaces": outside,
+        "folders": {path: _number(path) for path in _FOLDERS if os.path.exists(path)},
         "memory_bytes": _MEMORY_BYTES,
         "workspace_bytes": _WORKSPACE_BYTES,
     }
     program = (Path(__file__).parent / "breaker_main.py").read_bytes()
     return Job(
-        job_id="isolation/breaker",
+        job_id=job_id,
         domain="isolation",
         execution=Execution(
             command=("python", "-I", "-S", "breaker_main.py"),
@@ -165,10 +177,15 @@ def _breaker() -> Job:
         ),
         grading=Grading(
             program=_GRADER,
-            payload={"namespaces": outside, "owner": os.getuid()},
+            payload={"namespaces": outside, "owner": os.getuid(), "beside": beside},
             limits=Limits(wall_seconds=30),
         ),
     )
+
+
+def _number(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,10 +205,11 @@ def findings(results: Sequence[Result]) -> list[Finding]:
     result, memory, busy = results
     if result.verdict is None:
         said = " ".join(result.stderr.text().split()) or "no details"
-        raise CannotIsolate(
-            f"No sandbox could be made here ({result.reason}: {said[-1500:]}). To mend "
-            f"it: {_NAMESPACES}; or use the docker backend."
-        )
+        remedy = f" To mend it: {_NAMESPACES}; or use the docker backend."
+        if result.reason in ("broker_unreachable", "no_workers"):
+            remedy = ""
+        what = f"({result.reason}: {said[-1500:]})"
+        raise CannotIsolate(f"No sandbox could be made here {what}.{remedy}")
     broken = json.loads(result.verdict["why"])
     if memory.outcome == "ok":
         broken["group.memory"] = ["six processes had 24 MiB each, of 48 MiB allowed"]

@@ -69,6 +69,15 @@ def die_with_parent() -> None:
         raise ProcessLookupError(errno.ESRCH, "The parent died.")
 
 
+def is_alive(pid: int | str) -> bool:
+    """Whether there is such a process, and not one that its parent has yet to bury."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def set_dumpable(value: bool) -> None:
     """Whether processes of the same user may look into this one through /proc."""
     prctl(_DUMPABLE, int(value))

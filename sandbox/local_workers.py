@@ -53,6 +53,7 @@ class LocalWorkers:
         if count < 1:
             raise ValueError(f"count={count} must be 1 or more.")
         self._count = count
+        self.leaves_containers = backend == "docker"
         self._backend = {"backend": backend, "options": dict(options or {})}
         self.largest = capacity or machine(count)
         self._pids: dict[int, int] = {}
@@ -166,7 +167,7 @@ class WorkerLink:
         self.kill()
         for waiter in self._waiting.values():
             if not waiter.done():
-                waiter.set_exception(WorkerLost(lost.reason, str(lost)))
+                waiter.set_exception(WorkerLost(lost.reason, lost.detail))
                 waiter.exception()  # whoever waits hears of it; nobody else has to
         self._waiting.clear()
         return lost

@@ -100,7 +100,7 @@ class Pool:
         self._calls: set[asyncio.Task] = set()
         self._closed = False
         self._closing = asyncio.Event()
-        self._nanny = Nanny()
+        self._nanny = Nanny(containers=workers.leaves_containers)
         self._snapshots = snapshots or self._nanny.folder
         Path(self._snapshots).mkdir(parents=True, exist_ok=True)
         self._loop = asyncio.new_event_loop()

@@ -11,7 +11,7 @@ import tempfile
 # What programs, compilers, test runners and shells need. Not among them: namespaces and
 # mounts, tracing and the memory of other processes, kernel keys, bpf, io_uring, modules,
 # clocks, handles of files, and whatever else acts on the machine.
-_ALLOWED = """
+ALLOWED = """
     accept accept4 access alarm arch_prctl bind brk capget capset chdir chmod chown
     clock_getres clock_gettime clock_nanosleep close close_range connect copy_file_range
     creat dup dup2 dup3 epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_pwait2
@@ -46,10 +46,10 @@ _ALLOWED = """
 
 # Sockets of other families reach past the network namespace (AF_VSOCK the hypervisor,
 # AF_ALG the kernel's ciphers).
-_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
+FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
 # Calls that a process may make about itself, by their argument that says of whom: the
 # sandbox's first process has the same user, and must not be hindered.
-_ABOUT_ITSELF = {
+ABOUT_ITSELF = {
     "prlimit64": 0,
     "sched_setattr": 0,
     "sched_setparam": 0,
@@ -58,7 +58,7 @@ _ABOUT_ITSELF = {
     "ioprio_set": 1,
 }
 # The flags of clone that make namespaces.
-_NEW_NAMESPACES = 0x00020000 | 0x02000000 | 0x7C000000
+NEW_NAMESPACES = 0x00020000 | 0x02000000 | 0x7C000000
 
 
 def program() -> bytes:
@@ -80,16 +80,16 @@ def program() -> bytes:
     rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.ENOSYS))
     # A tree in place of a list: the kernel tries every call when it takes a filter.
     rules.set_attr(pyseccomp.Attr.CTL_OPTIMIZE, 2)
-    for name in _ALLOWED:
+    for name in ALLOWED:
         rules.add_rule(pyseccomp.ALLOW, name)
-    for family in _FAMILIES:
+    for family in FAMILIES:
         argument = pyseccomp.Arg(0, pyseccomp.EQ, family)
         rules.add_rule(pyseccomp.ALLOW, "socket", argument)
-    for name, position in _ABOUT_ITSELF.items():
+    for name, position in ABOUT_ITSELF.items():
         argument = pyseccomp.Arg(position, pyseccomp.EQ, 0)
         rules.add_rule(pyseccomp.ALLOW, name, argument)
     # clone3 has its flags in memory, where no filter can look; libraries then use clone.
-    argument = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, _NEW_NAMESPACES, 0)
+    argument = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, NEW_NAMESPACES, 0)
     rules.add_rule(pyseccomp.ALLOW, "clone", argument)
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)

@@ -189,7 +189,7 @@ class Session:
                 async with asyncio.timeout(seconds + _SLACK_SECONDS):
                     reply = await self._link.request(request_id, request)
             except WorkerLost as lost:
-                raise self.lose(lost.reason, str(lost)) from lost
+                raise self.lose(lost.reason, lost.detail) from lost
             except TimeoutError:
                 detail = f"no answer in {seconds + _SLACK_SECONDS:.0f} s"
                 self._link.kill("worker_unresponsive", detail)

@@ -12,6 +12,7 @@ class WorkerLost(RuntimeError):
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
+        self.detail = detail
 
 
 class Link(Protocol):
@@ -45,9 +46,11 @@ class Workers(Protocol):
     """Brings workers, and replaces those that are lost.
 
     largest: the capacity of the largest worker that may join.
+    leaves_containers: whether a killed worker may leave some of Docker's on this machine.
     """
 
     largest: Resources
+    leaves_containers: bool
 
     async def run(self, members: Members, snapshots: str) -> None:
         """Until it is cancelled; then all links are killed, and nothing is left.

@@ -22,7 +22,8 @@ def grade(artifacts, payload):
     same = [name for name in names if mine[name] in (theirs[name], payload[name])]
     # What is here are the grader's own files, which it can't write.
     here = [name for name in sorted(os.listdir("/workspace")) if os.access(name, os.W_OK)]
-    outside = open("/proc/self/uid_map").read().split()[1]
+    first, outside, _ = map(int, open("/proc/self/uid_map").read().split())
+    outside += os.getuid() - first
     return {"components": {}, "why": repr([same, here, outside == theirs["uid"]])}
 """
     names = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
@@ -30,7 +31,8 @@ def grade(artifacts, payload):
     code = f"""
     import os
     found = {{name: os.readlink(f"/proc/self/ns/{{name}}") for name in {names}}}
-    found["uid"] = open("/proc/self/uid_map").read().split()[1]
+    first, outside, _ = map(int, open("/proc/self/uid_map").read().split())
+    found["uid"] = outside + os.getuid() - first
     open("out", "w").write(repr(found))
     """
     execution = job("namespaces", code).execution
@@ -45,7 +47,8 @@ def grade(artifacts, payload):
         )
         result = pool.submit(graded).result(PATIENCE)
     same_uid = os.getuid() != 0  # without root there is only one
-    assert told(result) == repr([[], [], same_uid])
+    shared = ["user"] if backend == "docker" else []  # an engine without userns-remap
+    assert told(result) == repr([shared, [], same_uid])
 
 
 TASK = PROGRAMMING.task("train", 0, 0)

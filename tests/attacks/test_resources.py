@@ -174,8 +174,7 @@ def test_out_of_memory_the_kernel_takes_the_sandbox_first(attack):
     result = attack(
         "open('out', 'w').write(open('/proc/self/oom_score_adj').read().strip())"
     )
-    assert told(result) == "1000"
-    assert Path("/proc/self/oom_score_adj").read_text().strip() != "1000"
+    assert int(told(result)) > int(Path("/proc/self/oom_score_adj").read_text())
 
 
 def test_descriptors_run_out_for_it_alone(attack):
