@@ -6,6 +6,8 @@ Without a Docker engine, or an image for it, all of these are skipped, with the 
 import asyncio
 import contextlib
 import os
+import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -18,6 +20,7 @@ from sandbox.backends.docker.backend import DockerBackend
 from sandbox.grading import Grader
 from sandbox.protocol import Limits
 
+ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 60.0  # seconds; only a hang takes so long
 LIMITS = Limits(wall_seconds=PATIENCE, cpu_seconds=30)
 QUICK = Limits(wall_seconds=0.6, cpu_seconds=30)
@@ -448,18 +451,22 @@ def test_nothing_is_left(loop_and_backend):
 def test_what_a_dead_worker_left_is_removed(loop_and_backend):
     _, backend, runtime = loop_and_backend
     nap = long(5555)
-    child = os.fork()
-    if child == 0:
+    script = f"""
+import asyncio, os
+from sandbox.backends.docker.backend import DockerBackend
+from sandbox.protocol import Limits
 
-        async def leave():
-            mine = DockerBackend(10, runtime=runtime)
-            sandbox = await mine.open(LIMITS)
-            await sandbox.exec(f"sleep {nap} &", limits=LIMITS)
+async def leave():
+    sandbox = await DockerBackend(10, runtime={runtime!r}).open(Limits())
+    await sandbox.exec("sleep {nap} &", limits=Limits())
+    os._exit(0)
 
-        with contextlib.suppress(BaseException):
-            asyncio.run(leave())
-        os._exit(0)
-    os.waitpid(child, 0)
+print(os.getpid(), flush=True)
+asyncio.run(leave())
+"""
+    command = [sys.executable, "-c", script]
+    left = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    child = int(left.stdout)
     deadline = time.monotonic() + PATIENCE
     while alive(nap):  # even before anyone comes to clean up
         assert time.monotonic() < deadline

@@ -5,13 +5,15 @@ import concurrent.futures
 import contextlib
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
 from sandbox import codec
-from sandbox.backends.local.backend import LocalBackend
 from sandbox.local_workers import LocalWorkers, WorkerLink
 from sandbox.pool import Pool
 from sandbox.protocol import Grading, Limits, ProtocolError
@@ -26,9 +28,8 @@ from sandbox.sessions import (
     envelope,
     opened,
 )
-from sandbox.snapshots import FolderStore
-from sandbox.worker import Worker
 
+ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 120  # seconds; only a hang takes so long
 LIMITS = Limits(memory_bytes=128 << 20, workspace_bytes=16 << 20, file_bytes=16 << 20)
 SHOWS = Grading(
@@ -400,60 +401,67 @@ def test_limits_above_the_machine_are_refused_with_numbers(pool):
         done(pool.open("tests", image="other"))
 
 
+IN_WORKER = """
+import asyncio, os, sys
+from sandbox.backends.local.backend import LocalBackend
+from sandbox.protocol import Limits
+from sandbox.sessions import *
+from sandbox.snapshots import FolderStore
+from sandbox.worker import Worker
+
+async def main():
+    backend = LocalBackend(77)
+    worker = Worker(backend, FolderStore(sys.argv[1]))
+    begin = Open(session_id="s", domain="d", limits=Limits())
+    assert await worker.handle("1", begin) == Done()
+{check}
+    await worker.close()
+    await backend.close()
+
+asyncio.run(main())
+"""
+
+
 def in_worker(check, tmp_path):
-    """Runs a coroutine with a worker in a process of its own, since a worker changes it."""
-
-    async def main():
-        backend = LocalBackend(77)
-        worker = Worker(backend, FolderStore(tmp_path))
-        try:
-            await check(worker)
-        finally:
-            await worker.close()
-            await backend.close()
-
-    child = os.fork()
-    if child == 0:
-        try:
-            asyncio.run(main())
-            os._exit(0)
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """Runs statements with a worker that has the session `s`, which changes its process."""
+    script = IN_WORKER.format(check=textwrap.indent(textwrap.dedent(check), "    "))
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    ran = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_a_request_that_comes_twice_is_done_once(tmp_path):
-    async def check(worker):
-        await worker.handle("1", Open(session_id="s", domain="d", limits=LIMITS))
+    in_worker(
+        """
         append = Exec(session_id="s", script="sleep 0.2; echo x >>file; cat file")
         first, second = await asyncio.gather(
             worker.handle("2", append), worker.handle("2", append)
         )
         later = await worker.handle("2", append)
-        assert first == second == later and first.stdout.text() == "x\n"
+        assert first == second == later and first.stdout.text() == "x\\n"
         again = await worker.handle("3", append)
-        assert again.stdout.text() == "x\nx\n"
-
-    in_worker(check, tmp_path)
+        assert again.stdout.text() == "x\\nx\\n"
+        """,
+        tmp_path,
+    )
 
 
 def test_a_session_is_one_workers(tmp_path):
-    async def check(worker):
+    in_worker(
+        """
         for request in (
             Exec(session_id="none", script="true"),
             WriteFiles(session_id="none", files={}),
         ):
             reply = await worker.handle(repr(request), request)
-            assert isinstance(reply, Failed) and reply.reason == "session_unknown"
-        begin = Open(session_id="s", domain="d", limits=LIMITS)
-        await worker.handle("1", begin)
+            assert reply.reason == "session_unknown", reply
         twice = await worker.handle("2", begin)
-        assert isinstance(twice, Failed) and twice.reason == "bad_request"
-
-    in_worker(check, tmp_path)
+        assert twice.reason == "bad_request", twice
+        """,
+        tmp_path,
+    )
 
 
 @pytest.mark.parametrize(
