@@ -21,7 +21,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["jaxpt", "jaxpt.*", "sandbox", "sandbox.*"]),
-    package_data={"jaxpt.domains": ["**/*.py"]},
+    package_data={"jaxpt.domains": ["**/*.py"], "sandbox": ["images/*"]},
     install_requires=[
         "absl-py>=2.1",
         "array-record>=0.8",

@@ -163,6 +163,7 @@ def test_what_runs_in_the_background_lives_on_until_the_end(pool):
 def test_memory_that_runs_out_is_called_by_its_name(session):
     hog = "python3 -c 'x = bytearray(300 << 20)'"
     assert done(session.exec(hog)).reason == "out_of_memory"
+    assert done(session.exec("false")).reason == "nonzero_exit"  # that was another script
     assert says(session, "echo again") == "again"
 
 

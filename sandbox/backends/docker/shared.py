@@ -1,10 +1,9 @@
 """What is the same in containers as in the local backend's sandboxes, taken from there."""
 
 from sandbox.backends.local import workspace as workspace_lib
-from sandbox.backends.local.backend import _reason as reason_of
-from sandbox.backends.local.box import _rlimits as rlimits
-from sandbox.backends.local.box import set_own_limits
-from sandbox.backends.local.shell import _LOOP as SHELL_LOOP
+from sandbox.backends.local.backend import reason_of
+from sandbox.backends.local.box import rlimits, set_own_limits
+from sandbox.backends.local.shell import LOOP as SHELL_LOOP
 from sandbox.backends.local.shell import TELL_STATE, State
 from sandbox.backends.local.workspace import MAX_LAYERS, Layer, Snapshot, Workspace
 

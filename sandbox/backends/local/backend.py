@@ -187,7 +187,7 @@ class LocalBackend:
         except BaseException:
             box.slot.close()
             raise
-        if self._closed or len(self._free) > self._warm:
+        if self._closed or box.slot.is_retired or len(self._free) > self._warm:
             box.slot.close()
         else:
             self._free.append(box.slot)
@@ -262,6 +262,7 @@ class LocalSandbox:
     ) -> Ran:
         """Runs a command to its end, or to its limits; see `backend.Sandbox`."""
         box = await self.running()
+        box.begin_command()
         meter = _Meter(box, self._files)
         stdin_read, stdin_write = pipe()
         out, out_write = pipe()
@@ -288,14 +289,16 @@ class LocalSandbox:
             await self._dead(death)
             return self._ran(death.reason, None, stdout, stderr, meter)
         finally:
+            meter.stop()
             feeder.close()
             stdout.close()
             stderr.close()
         code = exit_.exit_code if exit_ else None
-        reason = "wall_timeout" if timed_out else _reason(code, stderr.capture.output())
+        reason = "wall_timeout" if timed_out else reason_of(code, stderr.capture.output())
         if reason not in (None, "wall_timeout") and box.out_of_memory():
             reason = "out_of_memory"
-        return self._ran(reason, code, stdout, stderr, meter, exit_)
+        kept = not timed_out
+        return self._ran(reason, code, stdout, stderr, meter, exit_, shell_kept=kept)
 
     def _ran(
         self,
@@ -325,9 +328,11 @@ class LocalSandbox:
     async def exec(self, script: str, *, limits: Limits) -> Ran:
         """Runs a script in the persistent shell; see `backend.Sandbox`."""
         box = await self.running()
+        box.begin_command()
         meter = _Meter(box, self._files)
         if self._shell is None:
             self._shell = Shell(box, limits, self._state)
+            box.slot.retire()
         shell = self._shell
         for reader in (shell.stdout, shell.stderr):
             reader.capture = limits_lib.Capture(limits.output_bytes)
@@ -346,8 +351,10 @@ class LocalSandbox:
         except SandboxDied as death:
             await self._dead(death)
             return self._ran(death.reason, None, shell.stdout, shell.stderr, meter)
+        finally:
+            meter.stop()
         if reason is None:
-            reason = _reason(code, shell.stderr.capture.output())
+            reason = reason_of(code, shell.stderr.capture.output())
             if reason is not None and box.out_of_memory():
                 reason = "out_of_memory"
         ran = self._ran(reason, code, shell.stdout, shell.stderr, meter, shell_kept=kept)
@@ -362,7 +369,9 @@ class LocalSandbox:
         with contextlib.suppress(TimeoutError, EOFError):
             async with asyncio.timeout(_STUCK_SECONDS):
                 await shell.answer()
-                return True
+            # What it had started between the first killing and the script's end.
+            await box.end_all_but(shell.number)
+            return True
         await box.end_all_but(None)
         return False
 
@@ -439,9 +448,12 @@ class _Meter:
         with contextlib.suppress(OSError):
             self._processes = max(self._processes, self._group.processes())
 
+    def stop(self) -> None:
+        self._sampling.cancel()
+
     def usage(self, exit_: Exit | None) -> Usage:
         """What was used; `exit_` tells where no control group does."""
-        self._sampling.cancel()
+        self.stop()
         cpu_seconds = memory_bytes = 0
         with contextlib.suppress(OSError):
             cpu_seconds = self._group.cpu_seconds() - self._cpu_before
@@ -487,7 +499,7 @@ class LocalGrader:
             self._files.close()
 
 
-def _reason(code: int | None, stderr: Output) -> str | None:
+def reason_of(code: int | None, stderr: Output) -> str | None:
     """Why a command that ended by itself did not end well; None if it did."""
     if code == 0:
         return None

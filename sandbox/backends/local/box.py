@@ -164,6 +164,7 @@ class Slot:
         self._replies = Replies()
         self._connection = Connection(end, self._on_message)
         self._next: asyncio.Task[Box] | None = None
+        self.is_retired = False
 
     def _on_message(self, message: dict, descriptors: list[int]) -> None:
         self._replies.put("started", (message, descriptors))
@@ -195,6 +196,11 @@ class Slot:
         except (TimeoutError, EOFError) as error:
             ours.close()
             raise SandboxFailed(f"No sandbox came up: {error!r}") from error
+
+    def retire(self) -> None:
+        """Lets its process go, once it has made a sandbox that is here to stay."""
+        self.is_retired = True
+        self._connection.close()
 
     def close(self) -> None:
         """Ends it, with the sandbox that is being made; a running one is killed before."""
@@ -295,6 +301,10 @@ class Box:
         except OSError:  # the group is gone with its slot
             return False
 
+    def begin_command(self) -> None:
+        """From here on `out_of_memory` is about the command that begins."""
+        self._oom_before = self.slot.group.killed_for_memory()
+
     def start(
         self,
         command: Sequence[str],
@@ -314,7 +324,7 @@ class Box:
         if self.is_dead:
             raise self._death()
         self._exits[number] = waiter
-        request = {"run": number, "argv": list(command), "limits": _rlimits(limits)}
+        request = {"run": number, "argv": list(command), "limits": rlimits(limits)}
         if not bound_cpu:
             del request["limits"]["RLIMIT_CPU"]
         try:
@@ -368,7 +378,7 @@ class Box:
         self._connection.close()
 
 
-def _rlimits(limits: Limits) -> dict[str, tuple[int, int]]:
+def rlimits(limits: Limits) -> dict[str, tuple[int, int]]:
     return {
         "RLIMIT_CORE": (0, 0),
         "RLIMIT_NOFILE": (256, 256),

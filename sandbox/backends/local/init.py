@@ -41,7 +41,6 @@ class Settings:
 def main(control: socket.socket, settings: Settings) -> None:
     """Serves requests on `control` until it ends; never raises."""
     try:
-        linux.die_with_parent()
         _prepare(settings)
         messages.send(control, {"ready": True})
         request, (workspace,) = messages.receive(control)

@@ -14,7 +14,7 @@ from sandbox.protocol import Limits
 
 # Scripts end with NUL, which bash can't hold in a variable. The second read is of a place
 # for the state: what a new shell needs to go on where this one is.
-_LOOP = r"""
+LOOP = r"""
 cd -- "$1" 2>/dev/null || cd /workspace
 eval "$2"
 while IFS= read -r -d '' -u 3 REPLY; do
@@ -47,7 +47,7 @@ class Shell:
         err, err_write = pipe()
         null = os.open(os.devnull, os.O_RDONLY)
         theirs = [null, out_write, err_write, scripts, answers]
-        command = ["bash", "--noprofile", "--norc", "-c", _LOOP, "bash"]
+        command = ["bash", "--noprofile", "--norc", "-c", LOOP, "bash"]
         command += [state.folder, state.exported]
         try:
             # Bash would use up what is meant for one of its children, over the time.

@@ -128,7 +128,14 @@ class Workspace:
             folder = linux.open_beneath(root, above, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 os.mkdir(parts[made - 1], dir_fd=folder)
-                os.chown(parts[made - 1], self.uid, self.uid, dir_fd=folder)
+                # A sandbox that runs may have put a link in its place.
+                os.chown(
+                    parts[made - 1],
+                    self.uid,
+                    self.uid,
+                    dir_fd=folder,
+                    follow_symlinks=False,
+                )
             finally:
                 os.close(folder)
 

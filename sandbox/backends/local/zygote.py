@@ -9,6 +9,7 @@ import contextlib
 import gc
 import importlib
 import os
+import select
 import signal
 import socket
 import sys
@@ -176,5 +177,13 @@ def _run_slot(worker: socket.socket, groups: list[int], settings: init.Settings)
             os._exit(0)
         os.close(control)
         messages.send(worker, {"started": True}, [pidfd])
+        # While the sandbox lives nothing more is asked of this slot, but the worker may let
+        # go of it.
+        waiting = select.poll()
+        waiting.register(pidfd, select.POLLIN)
+        waiting.register(worker, select.POLLIN)
+        ready = [descriptor for descriptor, _ in waiting.poll()]
+        if pidfd not in ready:
+            return
         os.close(pidfd)
         os.waitpid(pid, 0)
