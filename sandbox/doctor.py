@@ -72,7 +72,7 @@ def examine(backend: str, options: dict) -> list[Finding]:
     workers = LocalWorkers(1, backend=backend, options=options)
     with Pool(workers, waive=_EVERY_NAME) as pool:
         again = isolation.breaker("isolation/again", beside=True)
-        results = [pool.submit(job).result() for job in (again, *isolation.jobs()[1:])]
+        results = [pool.submit(job).result() for job in (again, *isolation.jobs(-1)[1:])]
         found = isolation.findings(results)
         if how := _left_behind(pool):
             (death,) = (layer for layer in LAYERS if layer.name == "death")

@@ -134,18 +134,22 @@ def _small(name: str, program: str, **limits) -> Job:
     )
 
 
-def jobs() -> tuple[Job, ...]:
+def jobs(attempt: int = 0) -> tuple[Job, ...]:
     """They try every layer, in less than a second; part of every pool's start."""
     return (
-        breaker(),
+        breaker(f"isolation/breaker/{attempt}"),
         _small(
-            "memory", _HOG, memory_bytes=48 << 20, workspace_bytes=1 << 20, processes=10
+            f"memory/{attempt}",
+            _HOG,
+            memory_bytes=48 << 20,
+            workspace_bytes=1 << 20,
+            processes=10,
         ),
-        _small("cpu", _BUSY, cpus=_BUSY_CPUS, cpu_seconds=10),
+        _small(f"cpu/{attempt}", _BUSY, cpus=_BUSY_CPUS, cpu_seconds=10),
     )
 
 
-def breaker(job_id: str = "isolation/breaker", *, beside: bool = False) -> Job:
+def breaker(job_id: str, *, beside: bool = False) -> Job:
     """Tries every layer that takes no time to break.
 
     beside: the grader of an earlier one is still there, and shares no namespace either.

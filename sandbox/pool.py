@@ -54,6 +54,9 @@ def needs(limits: Limits, share: float = 1.0) -> Resources:
     )
 
 
+_ISOLATION_ATTEMPTS = 2  # what was only disturbed is not missing the second time
+
+
 class Pool:
     """Workers, and the work for them; a context manager.
 
@@ -119,12 +122,16 @@ class Pool:
 
     def _check_isolation(self, waived: tuple[str, ...]) -> None:
         try:
-            tried = [self.submit(job) for job in isolation.jobs()]
-            self.isolation = isolation.findings([future.result() for future in tried])
+            for attempt in range(_ISOLATION_ATTEMPTS):
+                tried = [self.submit(job) for job in isolation.jobs(attempt)]
+                results = [future.result() for future in tried]
+                self.isolation = isolation.findings(results)
+                complaint = isolation.complaint(self.isolation, waived)
+                if complaint is None:
+                    return
         except isolation.CannotIsolate as error:
             raise SandboxUnavailable(str(error)) from error
-        if complaint := isolation.complaint(self.isolation, waived):
-            raise SandboxUnavailable(complaint)
+        raise SandboxUnavailable(complaint)
 
     def __enter__(self) -> "Pool":
         return self

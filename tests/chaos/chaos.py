@@ -121,7 +121,7 @@ def run(seconds, *, seed=0, episodes=None, workers=2, pause=0.4):
         "folders": {str(p) for p in Path(tempfile.gettempdir()).glob("jaxpt-snapshots-*")},
         "mounts": Path("/proc/self/mountinfo").read_text().count("\n"),
     }
-    episodes = episodes or int(8 * seconds)
+    episodes = episodes or int(16 * seconds)
     killed = collections.Counter()
     with tempfile.TemporaryDirectory() as folder:
         ledger = Path(folder, "ledger")
