@@ -62,7 +62,7 @@ class Group:
     """
 
     def __init__(self, name: str):
-        self._folders: dict[str, tuple[Path, int]] = {}
+        self._folders: dict[str, tuple[str, int]] = {}
         made: list[Path] = []
         for hierarchy in hierarchies():
             folder = hierarchy.folder / f"{_PREFIX}-{os.getpid()}-{name}"
@@ -72,10 +72,10 @@ class Group:
                 continue
             made.append(folder)
             for controller in hierarchy.controllers:
-                self._folders[controller] = (folder, hierarchy.version)
+                self._folders[controller] = (str(folder), hierarchy.version)
         self._made = tuple(made)
         self._allowed: tuple | None = None
-        self._open: dict[Path, int] = {}  # files that are read again and again
+        self._open: dict[str, int] = {}  # files that are read again and again
 
     @property
     def controllers(self) -> frozenset[str]:
@@ -106,37 +106,37 @@ class Group:
         if "pids" in self._folders:
             folder, _ = self._folders["pids"]
             used = self.processes()
-            (folder / "pids.max").write_text(str(used + processes))
+            linux.write_file(f"{folder}/pids.max", str(used + processes))
         if "cpu" in self._folders:
             folder, version = self._folders["cpu"]
             quota = max(int(cpus * _PERIOD), 1000)
             if version == 2:
-                (folder / "cpu.max").write_text(f"{quota} {_PERIOD}")
+                linux.write_file(f"{folder}/cpu.max", f"{quota} {_PERIOD}")
             else:
-                (folder / "cpu.cfs_quota_us").write_text(str(quota))
+                linux.write_file(f"{folder}/cpu.cfs_quota_us", str(quota))
         self._forget_peak()
 
     def _forget_peak(self) -> None:
         """Where that can be done, which is in version 1."""
         folder, version = self._folders.get("memory", (None, 0))
         if folder is not None and version == 1:
-            (folder / "memory.max_usage_in_bytes").write_text("0")
+            linux.write_file(f"{folder}/memory.max_usage_in_bytes", "0")
 
     def _allow_memory(self, size: int) -> None:
         folder, version = self._folders["memory"]
         if version == 2:
-            used = int(self._read(folder / "memory.current"))
-            (folder / "memory.max").write_text(str(used + size))
+            used = int(self._read(f"{folder}/memory.current"))
+            linux.write_file(f"{folder}/memory.max", str(used + size))
             with contextlib.suppress(FileNotFoundError):  # there is no swap
-                (folder / "memory.swap.max").write_text("0")
+                linux.write_file(f"{folder}/memory.swap.max", "0")
             return
-        used = int(self._read(folder / "memory.usage_in_bytes"))
-        with_swap = folder / "memory.memsw.limit_in_bytes"
-        if with_swap.exists():  # it must never be the smaller of the two
-            with_swap.write_text("-1")
-        (folder / "memory.limit_in_bytes").write_text(str(used + size))
-        if with_swap.exists():
-            with_swap.write_text(str(used + size))
+        used = int(self._read(f"{folder}/memory.usage_in_bytes"))
+        with_swap = f"{folder}/memory.memsw.limit_in_bytes"
+        if os.path.exists(with_swap):  # it must never be the smaller of the two
+            linux.write_file(with_swap, "-1")
+        linux.write_file(f"{folder}/memory.limit_in_bytes", str(used + size))
+        if os.path.exists(with_swap):
+            linux.write_file(with_swap, str(used + size))
 
     def killed_for_memory(self) -> int:
         """How many processes the kernel has killed here for want of memory."""
@@ -144,18 +144,18 @@ class Group:
             return 0
         folder, version = self._folders["memory"]
         name = "memory.oom_control" if version == 1 else "memory.events"
-        counts = dict(line.split() for line in self._read(folder / name).splitlines())
+        counts = dict(line.split() for line in self._read(f"{folder}/{name}").splitlines())
         return int(counts["oom_kill"])
 
     def cpu_seconds(self) -> float:
         """Of processor time used here so far; 0 where none is counted."""
         if "cpuacct" in self._folders:
             folder, _ = self._folders["cpuacct"]
-            return int(self._read(folder / "cpuacct.usage")) * 1e-9
+            return int(self._read(f"{folder}/cpuacct.usage")) * 1e-9
         folder, version = self._folders.get("cpu", (None, 0))
         if folder is None or version == 1:
             return 0.0
-        lines = self._read(folder / "cpu.stat").splitlines()
+        lines = self._read(f"{folder}/cpu.stat").splitlines()
         return int(dict(line.split() for line in lines)["usage_usec"]) * 1e-6
 
     def processes(self) -> int:
@@ -163,7 +163,7 @@ class Group:
         if "pids" not in self._folders:
             return 0
         folder, _ = self._folders["pids"]
-        return int(self._read(folder / "pids.current"))
+        return int(self._read(f"{folder}/pids.current"))
 
     def peak_memory_bytes(self) -> int:
         """The most that was used since `allow`; 0 where it is not counted.
@@ -175,11 +175,11 @@ class Group:
         folder, version = self._folders["memory"]
         name = "memory.max_usage_in_bytes" if version == 1 else "memory.peak"
         try:
-            return int(self._read(folder / name))
+            return int(self._read(f"{folder}/{name}"))
         except FileNotFoundError:
             return 0
 
-    def _read(self, path: Path) -> str:
+    def _read(self, path: str) -> str:
         if path not in self._open:
             self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return os.pread(self._open[path], 4096, 0).decode()

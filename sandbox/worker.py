@@ -66,6 +66,7 @@ def _docker(number: int, **options: Any) -> Backend:
 # What a worker can be told to use, and how it is made of its number and options.
 BACKENDS: dict[str, Callable[..., Backend]] = {"docker": _docker, "local": LocalBackend}
 _BEAT_SECONDS = 1.0
+_GRADINGS = 3  # of a session, if the grader fails; jobs are tried again by the pool
 _REPLIES_KEPT = 1024
 _SNAPSHOTS_KEPT = 256
 _MAX_REQUEST_BYTES = 256 << 20
@@ -298,7 +299,13 @@ class Worker:
         for why in found.values():
             if isinstance(why, str):
                 return Result(outcome="policy_fail", reason=why, **known)
-        return await self._graded(request.grading, found, known)
+        result = await self._graded(request.grading, found, known)
+        for _ in range(_GRADINGS - 1):  # the files are at hand, so nothing is done twice
+            if result.outcome not in ("infra_fail", "grader_fail"):
+                break
+            known.pop("stderr", None)
+            result = await self._graded(request.grading, found, known)
+        return result
 
     async def _graded(
         self, grading: Grading, artifacts: Mapping[str, Any], known: dict[str, Any]

@@ -72,8 +72,10 @@ def run_session(pool, number, marker):
             turn = session.state or 0
             while turn < 3:
                 script = f"sleep 300.{marker} & echo {number}.{turn} >>out"
-                if session.exec(script).result().reason is not None:
-                    break
+                ran = session.exec(script).result()
+                if ran.reason is not None:  # its shell was killed, not its sandbox
+                    session.close().result()
+                    raise SessionFailed(ran.reason)
                 name = f"{number}/{turn}/{time.monotonic_ns()}"
                 session.snapshot(name, state=turn + 1).result()
                 turn, snapshot = turn + 1, name
