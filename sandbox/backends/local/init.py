@@ -182,7 +182,9 @@ class _Server:
 
 
 def _processes() -> set[int]:
-    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+    """Those that are alive; the dead may wait for a parent that is stopped to bury them."""
+    names = (name for name in os.listdir("/proc") if name.isdigit())
+    return {int(name) for name in names if linux.is_alive(name)}
 
 
 def _become(request: dict, descriptors: list[int], settings: Settings) -> None:

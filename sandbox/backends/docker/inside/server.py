@@ -15,6 +15,7 @@ import json
 import os
 import signal
 
+from sandbox import linux
 from sandbox.backends.docker.inside.programs import Program, exit_code
 from sandbox.backends.docker.inside.streams import Capture, Feeder, Loop, Source
 
@@ -107,7 +108,9 @@ class Server:
             if but_shell and self._shell is not None:
                 spared.add(self._shell.program.pid)
             # Again and again: a process may fork while the others are being killed.
-            others = {int(name) for name in os.listdir("/proc") if name.isdigit()} - spared
+            # The dead may wait for a parent that is stopped to bury them.
+            names = (name for name in os.listdir("/proc") if name.isdigit())
+            others = {int(name) for name in names if linux.is_alive(name)} - spared
             for pid in others:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
