@@ -9,7 +9,7 @@ import collections
 import contextlib
 import os
 
-_READ_BYTES = 1 << 20
+from sandbox import buffers
 
 
 class LineTooLong(ValueError):
@@ -79,7 +79,7 @@ class Lines:
         if self._problem is not None:
             return
         try:
-            data = os.read(self._read_from, _READ_BYTES)
+            data = buffers.read(self._read_from)
         except BlockingIOError:
             return
         except OSError:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sandbox import cgroups
+from sandbox import buffers, cgroups
 from sandbox.backends.backend import SandboxDied, SandboxFailed
 from sandbox.backends.local import messages
 from sandbox.limits import Capture
@@ -22,7 +22,6 @@ from sandbox.protocol import Limits
 
 _PATIENCE = 20.0  # seconds for what takes milliseconds, on a machine that is overloaded
 _DYING_SECONDS = 5.0
-_STREAM_BYTES = 1 << 18
 
 
 class Connection:
@@ -402,12 +401,12 @@ class Reader:
         """Takes what is in the pipe now."""
         with contextlib.suppress(BlockingIOError):
             while self._descriptor >= 0:
-                data = os.read(self._descriptor, _STREAM_BYTES)
+                data = buffers.read(self._descriptor)
                 if not data:
                     self.close()
                     return
                 self.capture.add(data)
-                if len(data) < _STREAM_BYTES:
+                if len(data) < buffers.MAX_BYTES:
                     return  # others are waiting
 
     def close(self) -> None:

@@ -6,14 +6,15 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-_MAX_BYTES = 256 << 10
+from sandbox import buffers
+
 _MAX_DESCRIPTORS = 8
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MAX_BYTES)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * buffers.MAX_BYTES)
     return ends
 
 
@@ -29,7 +30,7 @@ def receive(source: socket.socket) -> tuple[Any, list[int]]:
       EOFError: the other end is gone.
     """
     try:
-        data, descriptors, _, _ = socket.recv_fds(source, _MAX_BYTES, _MAX_DESCRIPTORS)
+        data, descriptors = buffers.receive(source, _MAX_DESCRIPTORS)
     except ConnectionError as error:
         raise EOFError from error
     if not data:
