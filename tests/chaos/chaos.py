@@ -76,15 +76,21 @@ def groups():
 
 
 def ownerless(path, now):
-    """Whether the process whose number is in the last part of the name is gone."""
-    numbers = re.findall(r"jaxpt-(?:sandbox|snapshots)-(\d+)", path)
-    return int(numbers[-1]) not in now
+    """Whether no process lives that the path is named after; its last number counts."""
+    numbers = re.findall(r"jaxpt-(?:sandbox|snapshots)[-/](\d+)", path)
+    return not numbers or int(numbers[-1]) not in now
+
+
+def mounts():
+    """How often something is mounted at each place, but for Docker's own."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    places = collections.Counter(line.split()[4] for line in lines)
+    return collections.Counter({p: n for p, n in places.items() if "/docker/" not in p})
 
 
 def leftovers(before, marker):
     """What there is now that was not there before."""
     now = processes()
-    mounts = Path("/proc/self/mountinfo").read_text().count("\n")
     folders = {str(path) for path in Path(tempfile.gettempdir()).glob("jaxpt-snapshots-*")}
     ours = [
         line
@@ -107,7 +113,9 @@ def leftovers(before, marker):
         "folders": sorted(
             path for path in folders - before["folders"] if ownerless(path, now)
         ),
-        "mounts": max(mounts - before["mounts"], 0),
+        "mounts": sorted(
+            path for path in mounts() - before["mounts"] if ownerless(path, now)
+        ),
     }
 
 
@@ -119,7 +127,7 @@ def run(seconds, *, seed=0, episodes=None, workers=2, pause=0.4):
         "processes": set(processes()),
         "groups": groups(),
         "folders": {str(p) for p in Path(tempfile.gettempdir()).glob("jaxpt-snapshots-*")},
-        "mounts": Path("/proc/self/mountinfo").read_text().count("\n"),
+        "mounts": mounts(),
     }
     episodes = episodes or int(16 * seconds)
     killed = collections.Counter()
