@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ class LocalWorkers:
 
     capacity: of each; what this machine has, divided, if not given.
     backend, options: a name in `worker.BACKENDS`, and the arguments of what it names.
+    gpus: of this machine, for sandboxes of the docker backend, as Docker names them; each
+      worker gets as many, for itself.
     """
 
     def __init__(
@@ -49,13 +52,22 @@ class LocalWorkers:
         capacity: Resources | None = None,
         backend: str = "local",
         options: Mapping[str, Any] | None = None,
+        gpus: Sequence[str] = (),
     ):
         if count < 1:
             raise ValueError(f"count={count} must be 1 or more.")
+        if len(gpus) % count:
+            raise ValueError(f"{len(gpus)} GPUs can't be shared evenly by {count} workers.")
         self._count = count
+        self._gpus = gpus
         self.leaves_containers = backend == "docker"
-        self._backend = {"backend": backend, "options": dict(options or {})}
-        self.largest = capacity or machine(count)
+        self._backend = backend
+        self._options = dict(options or {})
+        each = len(gpus) // count
+        capacity = capacity or dataclasses.replace(machine(count), gpus=each)
+        if capacity.gpus != each:
+            raise ValueError(f"{capacity} must have gpus={each}, as so many are named.")
+        self.largest = capacity
         self._pids: dict[int, int] = {}
 
     @property
@@ -69,13 +81,20 @@ class LocalWorkers:
             for number in range(self._count):
                 group.create_task(self._keep(number, members, snapshots))
 
+    def made_by(self, number: int) -> dict[str, Any]:
+        """The backend of the worker under this number, and its options."""
+        options = self._options
+        if self._gpus:
+            options = options | {"gpus": self._gpus[number :: self._count]}
+        return {"backend": self._backend, "options": options}
+
     async def _keep(self, number: int, members: Members, snapshots: str) -> None:
         """A worker under this number, and another whenever it is lost."""
         generation, pause = 0, 0.0
         while True:
             generation += 1
             worker_id = f"{number}.{generation}"
-            settings = {"number": number, "snapshots": snapshots, **self._backend}
+            settings = {"number": number, "snapshots": snapshots, **self.made_by(number)}
             link = WorkerLink(settings)
             try:
                 await link.start()

@@ -192,6 +192,12 @@ class Worker:
             case Fork():
                 if request.new_session_id in self._sessions:
                     return Failed(reason="bad_request", detail="That session exists.")
+                if session.request.limits.gpus:
+                    return Failed(
+                        reason="bad_request",
+                        detail="A fork lives in its session's reservation, whose GPUs are "
+                        "taken: take a snapshot, and open another session from that.",
+                    )
                 snapshot = await sandbox.snapshot(keep_processes=request.keep_processes)
                 await self._begin(request.new_session_id, session.request, snapshot)
                 return Done()

@@ -18,7 +18,11 @@ from sandbox.backends.backend import SandboxDied, SandboxFailed, SandboxUnavaila
 from sandbox.backends.docker import engine as engine_lib
 from sandbox.backends.docker.backend import DockerBackend
 from sandbox.grading import Grader
+from sandbox.local_workers import LocalWorkers, machine
 from sandbox.protocol import Limits
+from sandbox.sessions import Close, Done, Fork, Open
+from sandbox.snapshots import FolderStore
+from sandbox.worker import Worker
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 60.0  # seconds; only a hang takes so long
@@ -405,6 +409,77 @@ def test_what_is_cancelled_is_ended(inside):
         assert not alive(long(6666))
 
     inside(work)
+
+
+def test_each_sandbox_has_gpus_of_its_own_while_there_are_some(
+    loop_and_backend, tmp_path, monkeypatch
+):
+    runner, plain, runtime = loop_and_backend
+    wanted = Limits(gpus=1)
+    asked = []  # of the engine, as that has understood it
+    create = engine_lib.Engine._create
+
+    def created(engine, name, labels, arguments):
+        made = create(engine, name, labels, arguments)
+        asked.append(engine.api.inspect_container(made)["HostConfig"]["DeviceRequests"])
+        return made
+
+    monkeypatch.setattr(engine_lib.Engine, "_create", created)
+
+    async def work():
+        with pytest.raises(SandboxFailed, match="0 left of 0"):
+            await plain.open(wanted)
+        if runtime == "runsc":
+            with pytest.raises(SandboxUnavailable, match="gives no GPUs"):
+                DockerBackend(9, runtime=runtime, gpus=("none-0",))
+            return
+        backend = DockerBackend(9, gpus=("none-0", "none-1"))
+        first, second = [await backend.open(wanted) for _ in range(2)]
+        with pytest.raises(SandboxFailed, match="0 left of 2"):
+            await backend.open(wanted)
+        with pytest.raises(SandboxFailed, match="grader"):
+            await backend.start_grader("", wanted)
+        without = await backend.open(LIMITS)
+        await said(without, "echo fine")
+        for sandbox in (first, second):
+            with pytest.raises(SandboxFailed):  # there is no such GPU on any machine
+                await sandbox.exec("true", limits=wanted)
+        assert asked[0] is None
+        assert [request["DeviceIDs"] for (request,) in asked[1:]] == [
+            ["none-0"],
+            ["none-1"],
+        ]
+        for sandbox in (second, second, without):
+            await sandbox.close()
+        third = await backend.open(wanted)
+        with pytest.raises(SandboxFailed, match="0 left"):
+            await backend.open(wanted)
+        for sandbox in (first, third):
+            await sandbox.close()
+
+        # A fork has no reservation of its own, so it would take what others were promised.
+        worker = Worker(backend, FolderStore(str(tmp_path)))
+        opening = Open(session_id="a", domain="", limits=wanted)
+        assert await worker.handle("1", opening) == Done()
+        fork = Fork(session_id="a", new_session_id="b")
+        assert (await worker.handle("2", fork)).reason == "bad_request"
+        assert await worker.handle("3", Close(session_id="a")) == Done()
+        assert sorted(backend._free_gpus) == ["none-0", "none-1"]
+        await worker.close()
+        await backend.close()
+
+    runner.run(work())
+
+
+def test_workers_share_the_gpus_and_say_so():
+    workers = LocalWorkers(2, backend="docker", gpus=("a", "b", "c", "d"))
+    assert workers.largest.gpus == 2
+    given = [workers.made_by(number)["options"]["gpus"] for number in range(2)]
+    assert sorted(given) == [("a", "c"), ("b", "d")]
+    with pytest.raises(ValueError, match="evenly"):
+        LocalWorkers(2, gpus=("a",))
+    with pytest.raises(ValueError, match="gpus=1"):
+        LocalWorkers(1, capacity=machine(), gpus=("a",))
 
 
 def test_an_image_that_is_not_there_is_an_error(inside):

@@ -68,7 +68,8 @@ async def _start(
     broker: Broker, subjects: Subjects, arguments: argparse.Namespace, folder: str
 ) -> None:
     """A worker process and its life. Raises CannotIsolate, BrokerUnreachable."""
-    capacity = machine()
+    gpus = len(arguments.options.get("gpus", ()))
+    capacity = dataclasses.replace(machine(), gpus=gpus)
     if arguments.cpus:
         capacity = dataclasses.replace(capacity, cpus=arguments.cpus)
     if arguments.memory_gib:

@@ -29,13 +29,21 @@ class DockerBackend:
     number: the worker's, from which the sandboxes' uids follow.
     image: of sandboxes that are opened without one, and of graders.
     runtime: `runc`, or `runsc` for gVisor, whose kernel is not the machine's.
+    gpus: of this machine, as Docker names them, that this worker alone may give out: each
+      to one sandbox at a time, from its opening to its end.
 
     Raises:
-      SandboxUnavailable: no engine answers, or it can't isolate; with what to do.
+      SandboxUnavailable: no engine answers, or it can't isolate, or the runtime gives no
+        GPUs; with what to do.
     """
 
     def __init__(
-        self, number: int, *, image: str = "jaxpt-sandbox:base", runtime: str = "runc"
+        self,
+        number: int,
+        *,
+        image: str = "jaxpt-sandbox:base",
+        runtime: str = "runc",
+        gpus: Sequence[str] = (),
     ):
         if runtime not in policy.RUNTIMES:
             raise SandboxUnavailable(
@@ -47,7 +55,11 @@ class DockerBackend:
             "grader": _FIRST_UID + 2 * number + 1,
         }
         self._runtime = policy.RUNTIMES[runtime]
+        if gpus and not self._runtime.gives_gpus:
+            raise SandboxUnavailable(f"The runtime {runtime!r} gives no GPUs; use runc.")
         self._image = image
+        self._num_gpus = len(gpus)
+        self._free_gpus = list(gpus)
         self._numbers = itertools.count(1)
         self._burials: set[asyncio.Task[None]] = set()
         shared.set_own_limits()
@@ -70,14 +82,33 @@ class DockerBackend:
         """A sandbox with an empty workspace, or with a snapshot's.
 
         Raises:
-          SandboxFailed: there is no such image, or no room for the workspace.
+          SandboxFailed: there is no such image, no room for the workspace, or too few
+            GPUs are left.
         """
         if image:
             await asyncio.to_thread(self.engine.check_image, image)
         snapshot = snapshot or Snapshot()
-        files = self.workspace(limits, snapshot.layers)
+        gpus = self._take_gpus(limits.gpus)
+        try:
+            files = self.workspace(limits, snapshot.layers)
+        except BaseException:
+            self.give_back(gpus)
+            raise
         state = State(snapshot.folder, snapshot.exported)
-        return DockerSandbox(self, files, limits, state, image or self._image)
+        return DockerSandbox(self, files, limits, state, image or self._image, gpus)
+
+    def _take_gpus(self, count: int) -> list[str]:
+        if count > len(self._free_gpus):
+            raise SandboxFailed(
+                f"{count} GPUs were asked of a worker that has {len(self._free_gpus)} left "
+                f"of {self._num_gpus}: LocalWorkers(..., gpus=...) names those to give out."
+            )
+        taken, self._free_gpus = self._free_gpus[:count], self._free_gpus[count:]
+        return taken
+
+    def give_back(self, gpus: Sequence[str]) -> None:
+        """For the next sandbox; nothing that uses them may be alive."""
+        self._free_gpus += gpus
 
     def workspace(
         self, limits: Limits, layers: Sequence[Layer] = (), *, role: str = "agent"
@@ -99,6 +130,7 @@ class DockerBackend:
         *,
         image: str,
         arguments: Sequence[str],
+        gpus: Sequence[str] = (),
     ) -> Container:
         """A container around a workspace, known to isolate; raises SandboxFailed."""
         wanted = policy.container(
@@ -112,6 +144,7 @@ class DockerBackend:
             read_only=role == "grader",
             inside=f"{self._folder}/inside",
             users=f"{self._folder}/{role}",
+            gpus=gpus,
         )
         starting = asyncio.create_task(asyncio.to_thread(self.engine.start, wanted))
         try:
@@ -164,7 +197,12 @@ class DockerBackend:
         return self._in_background(end())
 
     async def start_grader(self, program: str, limits: Limits) -> DockerGrader:
-        """A container that grades by `program`, for one request after the other."""
+        """A container that grades by `program`, for one request after the other.
+
+        Raises SandboxFailed.
+        """
+        if limits.gpus:  # it is kept for later requests, which nobody has reserved any for
+            raise SandboxFailed(f"A grader gets no GPUs; {limits.gpus} were asked.")
         files = self.workspace(Limits(workspace_bytes=4 << 20), role="grader")
         try:
             main = (_PACKAGE / "grader_main.py").read_bytes()

@@ -23,6 +23,7 @@ TMP_BYTES = 16 << 20  # of /tmp, and of /dev/shm
 _INSIDE = "/jaxpt"
 # runc has threads of its own in the container until it has become the first process.
 _STARTING_PROCESSES = 32
+_GPU_USE = ["gpu", "compute", "utility", "graphics"]  # what of a driver is shown
 _PERIOD = 100_000  # microseconds over which processor time is bounded
 # Docker's own list, which a list of ours replaces, and beyond it all of /sys: what is shown
 # there is the machine's.
@@ -59,6 +60,7 @@ class Runtime:
     guards_first: whether its kernel keeps a container's first process from signals.
     has_own_users: whether a user's processes are counted for each container, and not for
     all on the machine, so that RLIMIT_NPROC bounds one container.
+    gives_gpus: whether programs in its containers can use the machine's.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Runtime:
     own_processes: int = 0
     guards_first: bool = True
     has_own_users: bool = False
+    gives_gpus: bool = True
 
 
 RUNTIMES = {
@@ -77,6 +80,7 @@ RUNTIMES = {
         own_processes=2000,
         guards_first=False,
         has_own_users=True,
+        gives_gpus=False,  # of 2022
     ),
 }
 
@@ -142,13 +146,14 @@ def container(
     read_only: bool,
     inside: str,
     users: str,
+    gpus: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Arguments for the creation of a container.
 
     arguments: of `inside.main`. workspace, inside, users: folders of this machine, the
-    latter by `copy_inside` and `write_users`.
+    latter by `copy_inside` and `write_users`. gpus: as Docker names them.
     """
-    from docker.types import LogConfig, Mount, Ulimit
+    from docker.types import DeviceRequest, LogConfig, Mount, Ulimit
 
     def bind(source: str, target: str, *, read_only: bool = True) -> Mount:
         return Mount(target, source, type="bind", read_only=read_only)
@@ -181,6 +186,9 @@ def container(
             bind(inside, _INSIDE),
             *(bind(f"{users}/{name}", f"/etc/{name}") for name in _USERS),
         ],
+        device_requests=[DeviceRequest(device_ids=list(gpus), capabilities=[_GPU_USE])]
+        if gpus
+        else None,
         # What the first process says is for the worker, and on no disk.
         log_config=LogConfig(type=LogConfig.types.NONE, config={}),
     )

@@ -30,12 +30,14 @@ class DockerSandbox:
         limits: Limits,
         state: State,
         image: str,
+        gpus: Sequence[str],
     ):
         self._backend = backend
         self._files = files
         self._limits = limits
         self._state = state
         self._image = image
+        self._gpus = gpus
         self._container: Container | None = None
         self._burial: asyncio.Task[None] | None = None
         self._has_shell = False
@@ -46,7 +48,12 @@ class DockerSandbox:
             await self.stop()
         if self._container is None:
             self._container = await self._backend.begin(
-                self._files, self._limits, "agent", image=self._image, arguments=("serve",)
+                self._files,
+                self._limits,
+                "agent",
+                image=self._image,
+                arguments=("serve",),
+                gpus=self._gpus,
             )
             self._container.listen()
         return self._container
@@ -64,7 +71,7 @@ class DockerSandbox:
                         "run",
                         argv=list(command),
                         stdin=base64.b64encode(stdin).decode(),
-                        limits=shared.rlimits(limits),
+                        limits=_rlimits(limits),
                         keep=limits.output_bytes,
                     )
                     reply = await _in_time(waiter, limits.wall_seconds)
@@ -119,7 +126,7 @@ class DockerSandbox:
     async def _start_shell(self, container: Container, limits: Limits) -> None:
         command = ["bash", "--noprofile", "--norc", "-c", shared.SHELL_LOOP, "bash"]
         command += [self._state.folder, self._state.exported]
-        rlimits = shared.rlimits(limits)
+        rlimits = _rlimits(limits)
         # Bash would use up what is meant for one of its children, over the time.
         del rlimits["RLIMIT_CPU"]
         await container.send({"shell": command, "limits": rlimits})
@@ -211,6 +218,16 @@ class DockerSandbox:
                 await asyncio.shield(self._burial)
         finally:
             self._files.close()
+        # Not those of a container that could not be ended.
+        gpus, self._gpus = self._gpus, ()
+        self._backend.give_back(gpus)
+
+
+def _rlimits(limits: Limits) -> dict[str, tuple[int, int]]:
+    rlimits = shared.rlimits(limits)
+    if limits.gpus:  # drivers map far more than they use, which the group bounds
+        del rlimits["RLIMIT_AS"]
+    return rlimits
 
 
 async def _in_time(waiter: "asyncio.Future[Reply]", seconds: float) -> Reply | None:
