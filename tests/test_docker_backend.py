@@ -509,6 +509,78 @@ def test_the_image_has_what_tasks_ask_for(inside):
     inside(work, Limits(memory_bytes=1 << 30, processes=64))
 
 
+RENDER = """
+import bpy
+scene = bpy.context.scene
+scene.render.engine = "CYCLES"
+scene.cycles.device = "CPU"
+scene.cycles.samples = 2
+scene.render.resolution_x = scene.render.resolution_y = 64
+scene.render.filepath = "/workspace/out.png"
+bpy.ops.render.render(write_still=True)
+"""
+SOLID = """
+import cadquery, trimesh
+solid = cadquery.Workplane("XY").box(2, 3, 4).faces(">Z").hole(1)
+cadquery.exporters.export(solid, "out.stl")
+mesh = trimesh.load("out.stl")
+print(round(solid.val().Volume(), 2), mesh.is_watertight, abs(mesh.volume - 20.86) < 0.1)
+"""
+LETTER = """
+from reportlab.pdfgen import canvas
+page = canvas.Canvas("out.pdf")
+page.drawString(72, 72, "read me back")
+page.save()
+"""
+GAME = """
+extends SceneTree
+func _init():
+    print(Vector2(3, 4).length())
+    quit()
+"""
+
+
+@pytest.mark.parametrize(
+    ("image", "program", "command", "output"),
+    [
+        (
+            "blender",
+            RENDER,
+            "python program >&2; file -b out.png",
+            "PNG image data, 64 x 64",
+        ),
+        ("cad", SOLID, "python program", "20.86 True True"),
+        ("documents", LETTER, "python program && pdftotext out.pdf -", "read me back"),
+        ("godot", GAME, "mv program a.gd && godot3-server -s a.gd", "\n5"),
+    ],
+    ids=["blender", "cad", "documents", "godot"],
+)
+def test_an_image_does_what_it_is_for(
+    inside, loop_and_backend, image, program, command, output
+):
+    name = f"jaxpt-sandbox:{image}"
+    try:
+        loop_and_backend[1].engine.check_image(name)
+    except SandboxFailed as error:
+        pytest.skip(f"{error}")
+    limits = Limits(
+        wall_seconds=2 * PATIENCE, cpu_seconds=60, memory_bytes=4 << 30, processes=64
+    )
+
+    async def work(backend, _):
+        sandbox = await backend.open(limits, image=name)
+        try:
+            await sandbox.write_files({"program": program.encode()})
+            assert output in await said(sandbox, command, limits)
+            if image == "blender":
+                found = await sandbox.read_files(("out.png",), max_bytes=1 << 20)
+                assert found["out.png"].startswith(b"\x89PNG\r\n")
+        finally:
+            await sandbox.close()
+
+    inside(work)
+
+
 def test_nothing_is_left(loop_and_backend):
     runner, backend, runtime = loop_and_backend
 
