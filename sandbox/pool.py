@@ -322,4 +322,5 @@ def _scheduling(
         # Whoever brings the workers sees them die, or be silent, and says so.
         heartbeat_seconds=1e9,
         lease_seconds=1e9,
+        remembered=_RESULTS_KEPT,  # no more than the pool itself, or it grows for hours
     )

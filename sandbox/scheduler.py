@@ -78,7 +78,7 @@ class Scheduler:
         self._placement = Placement(max_held_share=config.max_held_share)
         self._records: dict[str, _Record] = {}
         self._leases: dict[str, _Running] = {}
-        self._resolved: collections.OrderedDict[str, Change] = collections.OrderedDict()
+        self._resolved: collections.OrderedDict[str, None] = collections.OrderedDict()
         self._timers: LazyHeap[tuple[str, str]] = LazyHeap()
         # What workers have, present, dead or declared, that items are admitted for.
         self._known: dict[Resources, Need] = {}
@@ -403,11 +403,10 @@ class Scheduler:
         del self._records[item_id]
         self._timers.discard(("deadline", item_id))
         self._timers.discard(("ready", item_id))
-        change = self._change(record, RESOLVED, outcome, reason)
-        self._resolved[item_id] = change
+        self._resolved[item_id] = None
         if len(self._resolved) > self._config.remembered:
             self._resolved.popitem(last=False)
-        return change
+        return self._change(record, RESOLVED, outcome, reason)
 
     def _change(self, record: _Record, kind: str, outcome: str, reason: str) -> Change:
         running = self._leases.get(record.lease_id or "")

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from sandbox import dispatcher, local_workers
+from sandbox import pool as pool_lib
 from sandbox.local_workers import LocalWorkers, machine
 from sandbox.pool import Pool
 from sandbox.protocol import Execution, Grading, Job, Limits
@@ -256,6 +257,13 @@ def test_a_job_id_is_one_piece_of_work(pool):
     assert pool.submit(job("twice", "raise ValueError")) is first
     assert first.result(PATIENCE).outcome == "ok"
     assert pool.submit(job("twice")) is first
+
+
+def test_an_id_that_is_forgotten_is_new_work_everywhere(monkeypatch):
+    monkeypatch.setattr(pool_lib, "_RESULTS_KEPT", 1)
+    with Pool(LocalWorkers(1)) as pool:
+        for name in ("a", "b", "a"):
+            assert run(pool, job(name)).reason == "graded"
 
 
 def test_any_thread_may_submit_also_from_a_callback(pool):
