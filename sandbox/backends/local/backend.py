@@ -53,6 +53,7 @@ _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
+_OWN_FOLDERS = ("/dev", "/etc", "/proc", "/sys", "/tmp", "/workspace")
 _TMP_BYTES = 16 << 20  # of /tmp, and of /dev/shm
 _OWN_PROCESSES = 4  # in a sandbox's group, or about to be: the slot, init, one being forked
 _STUCK_SECONDS = 0.5  # for a shell to answer, once all that it had started is dead
@@ -65,12 +66,15 @@ class LocalBackend:
 
     number: the worker's, from which the sandboxes' uids follow.
     warm: sandboxes kept ready, beside those in use, for the next ones to be opened.
+    shown: folders of the machine that all its sandboxes see at the same path, read-only,
+      such as one of packages that graders import. Agents see them too.
 
     Raises:
-      SandboxUnavailable: this machine can't isolate.
+      SandboxUnavailable: this machine can't isolate, or a folder can't be shown.
     """
 
-    def __init__(self, number: int, *, warm: int = 1):
+    def __init__(self, number: int, *, warm: int = 1, shown: Sequence[str] = ()):
+        _check_shown(shown)
         agent_uid = _FIRST_UID + 2 * number
         has_uids = os.getuid() == 0 and _are_mapped(agent_uid, agent_uid + 1)
         uids = {"agent": agent_uid, "grader": agent_uid + 1}
@@ -88,18 +92,18 @@ class LocalBackend:
             if missing := linux.missing_namespaces():
                 raise SandboxUnavailable(f"Missing: the {', '.join(missing)} namespace.")
             linux.mount_tmpfs(_ROOT, size=16 << 20)
-            self._zygote = self._start_zygote()
+            self._zygote = self._start_zygote(shown)
         except (OSError, RuntimeError) as error:
             raise SandboxUnavailable(str(error)) from error
 
-    def _start_zygote(self) -> Zygote:
+    def _start_zygote(self, shown: Sequence[str]) -> Zygote:
         python = base_python()
         prefix = os.path.dirname(os.path.dirname(python))
         root = f"{_ROOT}/root"
         os.mkdir(root)
         config = {
             "root": root,
-            "shown": [] if prefix.startswith("/usr") else [prefix],
+            "shown": [path for path in (prefix, *shown) if not _is_within(path, "/usr")],
             "uids": self.uids,
             "filter": seccomp.program().hex(),
             "tmp_bytes": _TMP_BYTES,
@@ -510,6 +514,25 @@ def reason_of(code: int | None, stderr: Output) -> str | None:
     if code is not None and 128 < code <= 128 + signal.NSIG - 1:
         return f"killed_by_signal_{code - 128}"
     return "nonzero_exit"
+
+
+def _check_shown(paths: Sequence[str]) -> None:
+    """Raises SandboxUnavailable for a path that would be no folder, or another, inside."""
+    for path in paths:
+        if not os.path.isdir(path) or os.path.realpath(path) != path:
+            raise SandboxUnavailable(
+                f"shown: {path!r} is no folder of this machine, or reached by a link; give "
+                "its absolute path."
+            )
+        if path == "/" or any(_is_within(path, own) for own in _OWN_FOLDERS):
+            raise SandboxUnavailable(
+                f"shown: {path!r} can't be shown: sandboxes have their own of "
+                f"{', '.join(_OWN_FOLDERS)}, and not all of the machine."
+            )
+
+
+def _is_within(path: str, folder: str) -> bool:
+    return os.path.commonpath([path, folder]) == folder
 
 
 def _private_mounts_and_network() -> None:
