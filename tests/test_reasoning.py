@@ -1,6 +1,6 @@
 """The reasoning domain: splits apart, one right answer, graders not fooled."""
 
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -11,7 +11,7 @@ pytest.importorskip("reasoning_gym", reason="needs the reasoning extra")
 
 from jaxpt.domains import reasoning
 from jaxpt.domains.domain import HELDOUT, TRAIN, Domain
-from jaxpt.domains.reasoning import Dataset, Reasoning
+from jaxpt.domains.reasoning import Dataset, Reasoning, grader
 from jaxpt.domains.reasoning.grader import grade
 from sandbox.local_workers import LocalWorkers
 from sandbox.pool import Pool
@@ -19,6 +19,7 @@ from sandbox.protocol import Job
 
 SUMS = Dataset(name="chain_sum", settings={"max_terms": 2, "max_digits": 1})
 LETTERS = Dataset(name="letter_counting", settings={"min_words": 1, "max_words": 2})
+ONE_LINE = {"has_lines": False}
 DOMAIN: Domain = Reasoning(datasets=(SUMS, LETTERS), num_examples=1)
 
 
@@ -112,14 +113,33 @@ def test_the_tasks_are_of_all_datasets_by_their_ratios():
     ],
 )
 def test_the_last_line_decides(completion, correct, has_format):
-    verdict = grade({"completion.txt": completion.encode()}, {"expected": "12"})
+    verdict = grade({"completion.txt": completion.encode()}, ONE_LINE | {"expected": "12"})
     assert verdict["components"] == {"correct": correct, "format": has_format}
     assert verdict["why"]
 
 
+@pytest.mark.parametrize(
+    ("completion", "correct"),
+    [
+        ("Answer:\n1 2\n3 4", 1),
+        ("Answer: 1 2\n3 4\n\n", 1),
+        ("Answer: 9\nno,\r\n answer:\r\n1 2\r\n3 4", 1),
+        ("The answer: 1 2\n3 4", None),
+        ("Answer: 1 2\n3 4\nI am sure.", 0),
+        ("1 2\n3 4", None),
+        ("Answer:\n \n", None),
+    ],
+)
+def test_an_answer_of_lines_goes_to_the_end(completion, correct):
+    payload = {"expected": "1 2\n3 4", "has_lines": True}
+    verdict = grade({"completion.txt": completion.encode()}, payload)
+    has_format = float(correct is not None)
+    assert verdict["components"] == {"correct": correct or 0.0, "format": has_format}
+
+
 def test_words_are_compared_without_case_and_spacing():
     for given in (b"Answer: law,  Forces", b"ANSWER: LAW, forces"):
-        verdict = grade({"completion.txt": given}, {"expected": "Law, forces"})
+        verdict = grade({"completion.txt": given}, ONE_LINE | {"expected": "Law, forces"})
         assert verdict["components"]["correct"] == 1.0
 
 
@@ -163,43 +183,33 @@ def test_the_end_of_a_huge_completion_is_graded():
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ({"name": "countdown"}, "'countdown' scores answers by a rule of its own"),
-        ({"name": "word_sorting"}, "'word_sorting' scores answers by a rule of its own"),
-        ({"name": "rotate_matrix"}, "'rotate_matrix' answers .* one line of text"),
         ({"name": "chain_some"}, "'chain_some'.*not registered"),
         ({"name": "gcd", "settings": {"max_valeu": 3}}, "max_valeu"),
         ({"name": "gcd", "settings": {"min_value": 0}}, "min_value"),
+        ({"name": "gcd", "settings": {"min_value": {1}}}, "settings must be JSON"),
+        ({"name": "gcd", "max_question_chars": 0}, "max_question_chars=0"),
+        ({"name": "gcd", "max_question_chars": 9}, "most questions are longer"),
     ],
 )
-def test_what_can_not_be_graded_as_text_is_refused(dataset, message):
+def test_datasets_that_there_are_not_are_refused(dataset, message):
     with pytest.raises(ValueError, match=message):
         Reasoning(datasets=(Dataset(**dataset),))
 
 
-class NoAnswer:
-    """Stands for a dataset; some of reasoning-gym's give None."""
-
-    def __getitem__(self, number):
-        return {"question": "Why?", "answer": None}
+def _no_answer(*made_by):
+    return {"question": "Why?", "answer": None}
 
 
-class Fickle:
-    def __init__(self):
-        self.count = 0
-
-    def __getitem__(self, number):
-        self.count += 1
-        return {"question": f"{self.count}?", "answer": "yes"}
+def _fickle(*made_by, count=iter(range(99))):
+    return {"question": f"{next(count)}?", "answer": "yes"}
 
 
 @pytest.mark.parametrize(
-    ("stand_in", "message"),
-    [(NoAnswer, "'gcd' answers one of its questions by None"), (Fickle, "same number")],
+    ("entry", "message"),
+    [(_no_answer, "'gcd' answers one of its questions by None"), (_fickle, "same number")],
 )
-def test_datasets_that_break_their_word_are_refused(monkeypatch, stand_in, message):
-    monkeypatch.setattr(
-        sys.modules["reasoning_gym"], "create_dataset", lambda name, **_: stand_in()
-    )
+def test_datasets_that_break_their_word_are_refused(monkeypatch, entry, message):
+    monkeypatch.setattr(grader, "entry", entry)
     with pytest.raises(ValueError, match=message):
         Reasoning(datasets=(Dataset(name="gcd"),))
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 class Task:
     """One task of a domain.
 
-    task_id: "<domain>/<split>/<seed>/<index>".
+    task_id: "<domain>/<split>/<seed>/<index>", and "@<level>" if the domain has several.
     messages: the prompt in chat form, [{"role": "user", "content": ...}].
     payload: JSON for the domain alone: hidden tests, the expected answer.
     """
@@ -52,8 +52,16 @@ class Domain(Protocol):
         """The component that is 1 exactly when the task is solved."""
         ...
 
-    def task(self, split: str, seed: int, index: int) -> Task:
-        """The task with this number; the same in every process, for any index >= 0."""
+    @property
+    def levels(self) -> int:
+        """How many levels of difficulty its tasks have; 1 without a curriculum."""
+        ...
+
+    def task(self, split: str, seed: int, index: int, level: int = 0) -> Task:
+        """The task with this number; the same in every process, for any index >= 0.
+
+        level: from 0, the easiest, to below `levels`; other tasks on each.
+        """
         ...
 
     def solution(self, task: Task) -> str:
@@ -65,13 +73,17 @@ class Domain(Protocol):
         ...
 
 
-def task_id(name: str, split: str, seed: int, index: int) -> str:
-    """The id of a task, once its parts are checked."""
+def task_id(
+    name: str, split: str, seed: int, index: int, level: int = 0, levels: int = 1
+) -> str:
+    """The id of a task, once its parts are checked; `levels` are the domain's."""
     if split not in SPLITS:
         raise ValueError(f"split={split!r} must be one of {SPLITS}.")
     if index < 0:
         raise ValueError(f"index={index} must be 0 or more.")
-    return f"{name}/{split}/{seed}/{index}"
+    if not 0 <= level < levels:
+        raise ValueError(f"level={level} must be below the {levels} of {name!r}, from 0.")
+    return f"{name}/{split}/{seed}/{index}" + (f"@{level}" if levels > 1 else "")
 
 
 def check_name(name: str) -> None:

@@ -74,8 +74,12 @@ class Programming:
                 f"num_tests={self.num_tests} 1 or more."
             )
 
-    def task(self, split: str, seed: int, index: int) -> Task:
-        task_id = domain.task_id(self.name, split, seed, index)
+    @property
+    def levels(self) -> int:
+        return 1
+
+    def task(self, split: str, seed: int, index: int, level: int = 0) -> Task:
+        task_id = domain.task_id(self.name, split, seed, index, level, self.levels)
         chooser = random.Random(task_id)
         program, _ = compose.draw(chooser, split, self.min_steps, self.max_steps)
         kind = program[0].operation.takes

@@ -1,141 +1,74 @@
-"""Reasoning: questions of `reasoning-gym` whose one right answer is compared as text.
+"""Reasoning: questions of `reasoning-gym`, each answered at the end of a completion.
 
     Calculate 4 + 9 - 2. -> Answer: 11
 
 A question's text decides its split, so no held-out question is ever asked in training.
-Nothing of the model's runs: its completion crosses to the grader's sandbox as a file.
+Nothing of the model's runs: its completion crosses to the grader's sandbox as a file. There
+it is compared with the one right answer, or, where there are many, judged by the dataset's
+own rule on the question, which is made again there.
 """
 
 import dataclasses
 import functools
-import math
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxpt.domains import domain
-from jaxpt.domains.domain import HELDOUT, TRAIN, Task
-from sandbox.protocol import Grading, Job
+from jaxpt.domains.domain import TRAIN, Task
+from jaxpt.domains.reasoning.dataset import (
+    ONE_ANSWER,
+    Dataset,
+    Question,
+    shown,
+    site_packages,
+    split_of,
+)
+from sandbox.protocol import Grading, Job, Limits
+
+__all__ = [
+    "COMPONENTS",
+    "INSTRUCTION",
+    "LINES_INSTRUCTION",
+    "ONE_ANSWER",
+    "Dataset",
+    "Reasoning",
+    "shown",
+    "site_packages",
+    "split_of",
+]
 
 INSTRUCTION = "Reply with one line, Answer: X"
+LINES_INSTRUCTION = "Reply with Answer: X, where X has several lines"
 COMPONENTS = ("correct", "format")
 
-# Datasets whose own `score_answer` only adds to the one right answer: other spellings of
-# an integer, or credit for a part. Read in reasoning-gym 0.1.25. Of any other dataset with
-# a rule of its own there may be many right answers.
-ONE_ANSWER = ("chain_sum", "products", "spell_backward")
-
-_SIZE = 1 << 18  # questions of a dataset; a few datasets make a table of this length
-_MOST_DRAWS = 1000  # of questions, until one is of the wanted split
-_PROBES = 8  # questions that a dataset is tried on before it is used
 _GRADED_BYTES = 64 << 10  # of a completion: its end, where the answer must be
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Dataset:
-    """A dataset of `reasoning-gym`, by its name there, and how hard its questions are.
-
-    settings: fields of the dataset's configuration, such as {"max_terms": 3}.
-    ratio: its share of the domain's tasks, relative to the others'.
-    """
-
-    name: str
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    ratio: float = 1.0
-
-    def __post_init__(self):
-        if taken := sorted({"seed", "size"} & set(self.settings)):
-            raise ValueError(
-                f"Dataset {self.name!r}: settings give {taken}, which have no effect: "
-                "the domain numbers its tasks itself. Leave them out."
-            )
-        if not 0 < self.ratio < math.inf:
-            raise ValueError(f"Dataset {self.name!r}: ratio={self.ratio} must be positive.")
-
-    @functools.cached_property
-    def generator(self) -> Any:
-        """The `ProceduralDataset`; its questions have the numbers below `_SIZE`.
-
-        Raises:
-          ValueError: reasoning-gym is missing, or does not know the name or a setting.
-        """
-        try:
-            with warnings.catch_warnings():
-                # A package that it imports has invalid comparisons in its source.
-                warnings.simplefilter("ignore", SyntaxWarning)
-                import reasoning_gym
-        except ImportError as error:
-            raise ValueError(
-                f"The reasoning domain needs reasoning-gym ({error}). "
-                "Run: pip install -e '.[reasoning]' -c constraints.txt"
-            ) from error
-        try:
-            return reasoning_gym.create_dataset(
-                self.name, seed=0, size=_SIZE, **self.settings
-            )
-        except (ValueError, TypeError, AssertionError) as error:
-            raise ValueError(
-                f"Dataset {self.name!r} with the settings {dict(self.settings)}: {error}."
-            ) from error
-
-    def question(self, number: int) -> tuple[str, str]:
-        """The question with this number, and its answer.
-
-        Raises:
-          ValueError: the answer is no line of text.
-        """
-        entry = self.generator[number % _SIZE]
-        answer = entry["answer"]
-        if not isinstance(answer, str) or len(answer.strip().splitlines()) != 1:
-            raise ValueError(
-                f"Dataset {self.name!r} answers one of its questions by {answer!r:.80}, "
-                "but an answer must be one line of text. Take another dataset."
-            )
-        return entry["question"].strip(), answer.strip()
-
-    def check(self) -> None:
-        """Refuses a dataset whose answers can't be graded by comparing texts."""
-        own_rule = "score_answer" in {
-            name
-            for kind in type(self.generator).__mro__
-            if kind.__module__ != "reasoning_gym.dataset"
-            for name in vars(kind)
-        }
-        if own_rule and self.name not in ONE_ANSWER:
-            raise ValueError(
-                f"Dataset {self.name!r} scores answers by a rule of its own "
-                "(score_answer), so other texts than the expected one may be right. Take "
-                f"a dataset without such a rule, or one of {list(ONE_ANSWER)}."
-            )
-        numbers = [domain.digest(f"probe/{number}") for number in range(_PROBES)]
-        first = [self.question(number) for number in numbers]
-        again = [self.question(number) for number in reversed(numbers)]
-        if first != again[::-1]:
-            raise ValueError(
-                f"Dataset {self.name!r} gives another question when it is asked for the "
-                "same number again, so a run could not be repeated. Take another dataset."
-            )
+# Of graders that import reasoning-gym, and keep its datasets.
+_RULE_LIMITS = Limits(wall_seconds=120.0, memory_bytes=2 << 30)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reasoning:
-    """Questions of some datasets, each to be answered by a last line `Answer: X`.
+    """Questions of some datasets, each to be answered by `Answer: X` at the end.
 
     num_examples: questions of the training split that go before each question, answered.
-    instruction: the system message; it has to ask for that line.
-    weights: of the components `correct` (the line gives the expected answer) and `format`
-    (there is such a line).
+    instruction: the system message; it has to ask for that last line.
+    lines_instruction: the same, where the answer has several lines.
+    weights: of the components `correct` (1 if the answer is right; between 0 and 1 where
+      the dataset has a rule that gives credit for a part) and `format` (there is one).
+    packages: the folder that has reasoning-gym where graders run; as here, if not given.
     """
 
     datasets: tuple[Dataset, ...]
     num_examples: int = 0
     instruction: str = INSTRUCTION
+    lines_instruction: str = LINES_INSTRUCTION
     name: str = "reasoning"
     weights: Mapping[str, float] = dataclasses.field(
         default_factory=lambda: {"correct": 1.0}
     )
     pass_component: str = "correct"
+    packages: str = ""
 
     def __post_init__(self):
         domain.check_name(self.name)
@@ -151,36 +84,47 @@ class Reasoning:
         for dataset in self.datasets:
             dataset.check()
 
-    def task(self, split: str, seed: int, index: int) -> Task:
-        task_id = domain.task_id(self.name, split, seed, index)
+    @property
+    def levels(self) -> int:
+        return max(len(dataset.levels) for dataset in self.datasets)
+
+    def task(self, split: str, seed: int, index: int, level: int = 0) -> Task:
+        task_id = domain.task_id(self.name, split, seed, index, level, self.levels)
         dataset = self._choose(task_id)
-        question, answer = _draw(dataset, split, task_id)
-        messages = [{"role": "system", "content": self.instruction}]
+        question = dataset.draw(split, task_id, level)
+        has_lines = "\n" in question.answer
+        instruction = self.lines_instruction if has_lines else self.instruction
+        messages = [{"role": "system", "content": instruction}]
         for number in range(self.num_examples):
-            asked, answered = _draw(dataset, TRAIN, f"{task_id}/example/{number}")
+            example = dataset.draw(TRAIN, f"{task_id}/example/{number}", level)
             messages += [
-                {"role": "user", "content": asked},
-                {"role": "assistant", "content": _line(answered)},
+                {"role": "user", "content": example.text},
+                {"role": "assistant", "content": _ending(example.answer)},
             ]
-        messages.append({"role": "user", "content": question})
-        return Task(
-            task_id=task_id,
-            messages=tuple(messages),
-            payload={"dataset": dataset.name, "expected": answer},
-        )
+        messages.append({"role": "user", "content": question.text})
+        payload = {
+            "dataset": dataset.name,
+            "expected": question.answer,
+            "has_lines": has_lines,
+        }
+        if dataset.has_rule:
+            payload["rule"] = _rule(dataset, question)
+        return Task(task_id=task_id, messages=tuple(messages), payload=payload)
 
     def solution(self, task: Task) -> str:
-        return _line(task.payload["expected"])
+        return _ending(task.payload["expected"])
 
     def job(self, task: Task, completion: str, job_id: str) -> Job:
         text = completion.encode("utf-8", errors="surrogatepass")
+        payload, limits = dict(task.payload), Limits()
+        if "rule" in payload:
+            payload["packages"] = self.packages or site_packages()
+            limits = _RULE_LIMITS
         return Job(
             job_id=job_id,
             domain=self.name,
             execution=None,
-            grading=Grading(
-                program=_grader(), payload={"expected": task.payload["expected"]}
-            ),
+            grading=Grading(program=_grader(), payload=payload, limits=limits),
             artifacts={"completion.txt": text[-_GRADED_BYTES:]},
         )
 
@@ -195,26 +139,20 @@ class Reasoning:
         return self.datasets[-1]
 
 
-def split_of(question: str) -> str:
-    """The split that a question is in; its case and spacing make no difference."""
-    return HELDOUT if domain.is_held_out("".join(question.split()).casefold()) else TRAIN
+def _rule(dataset: Dataset, question: Question) -> dict[str, Any]:
+    """What a grader makes the question again by, whose rule judges the answer."""
+    return {
+        "dataset": dataset.name,
+        "settings": dataset.settings_json,
+        "size": dataset.size,
+        "level": question.level,
+        "number": question.number,
+        "digest": question.digest,
+    }
 
 
-def _draw(dataset: Dataset, split: str, draw_id: str) -> tuple[str, str]:
-    """The first question drawn that is in the split, and its answer."""
-    for attempt in range(_MOST_DRAWS):
-        question, answer = dataset.question(domain.digest(f"{draw_id}/{attempt}"))
-        if split_of(question) == split:
-            return question, answer
-    raise ValueError(
-        f"Dataset {dataset.name!r} with the settings {dict(dataset.settings)} gave no "
-        f"question of the {split} split in {_MOST_DRAWS} draws: it has too few different "
-        "ones. Widen its settings."
-    )
-
-
-def _line(answer: str) -> str:
-    return f"Answer: {answer}"
+def _ending(answer: str) -> str:
+    return f"Answer:\n{answer}" if "\n" in answer else f"Answer: {answer}"
 
 
 @functools.cache
