@@ -4,8 +4,10 @@ Gin accepts two things in silence that never have an effect: a macro that nothin
 binding of something that nothing refers to. Here both are errors.
 """
 
+import contextlib
+import copy
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,25 @@ def parse(
     except (ValueError, OSError, SyntaxError, ImportError, AttributeError) as error:
         raise ConfigError(f"The configuration does not parse: {error}") from error
     return configured
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Inside, another configuration may be parsed and used; then this one is back."""
+    held = (
+        gin_config._CONFIG,
+        gin_config._OPERATIVE_CONFIG,
+        gin_config._IMPORTS,
+        gin_config._SINGLETONS,
+    )
+    kept, is_locked = [copy.copy(part) for part in held], gin_config._CONFIG_IS_LOCKED
+    try:
+        yield
+    finally:
+        gin.clear_config()
+        for part, value in zip(held, kept):
+            part.update(value)
+        gin_config._set_config_is_locked(is_locked)
 
 
 def arguments(root: Callable) -> dict[str, Any]:

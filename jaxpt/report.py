@@ -59,11 +59,8 @@ def plot(workdir: Path, path: Path) -> None:
     )
     for ax, title, names, scale in panels:
         for name, style in zip(names, ("-", "--")):
-            # A step whose groups were all uniform learnt nothing, so it measured nothing.
-            values = [
-                record[name] if "reward" in names or record["tokens"] else math.nan
-                for record in records
-            ]
+            # A step that had nothing to learn from did not measure everything.
+            values = [record.get(name, math.nan) for record in records]
             ax.plot(steps, values, style, label=name)
         ax.set(title=title, xlabel="update", yscale=scale)
         ax.grid(alpha=0.3)
@@ -113,6 +110,7 @@ def print_report(workdir: Path, summary: dict[str, Any]) -> None:
         f"Every episode:  {workdir / metrics.TRAJECTORIES_FILE}",
         f"Sample from it: scripts/sample.py --workdir {workdir}",
         "On a real base: scripts/train.py --gin_file configs/runs/smollm2_arithmetic.gin "
+        "--gin_file configs/algorithms/grpo.gin "
         "--workdir runs/smollm2",
     ):
         console.print(line, highlight=False, soft_wrap=True)

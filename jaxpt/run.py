@@ -7,16 +7,15 @@ one as if nothing had happened, since every draw and every key is made from a st
 
 import dataclasses
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import optax
 
 from jaxpt.base import Base
 from jaxpt.checkpoint import Checkpoints
+from jaxpt.learner import LearnerState
 from jaxpt.metrics import RunLog
-from jaxpt.rl.update import TrainState, init_state, state_shapes
 from jaxpt.rollout.episodes import Sampler, timed
 
 SUPERVISED, REINFORCEMENT, DONE = "supervised", "reinforcement", "done"
@@ -56,12 +55,25 @@ class StopSignal:
             raise SystemExit(128 + signal.SIGTERM)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What a stage's checkpoints hold.
+
+    start: parameters -> the state before its first step; shapes: that as ShapeDtypeStructs
+    with shardings.
+    """
+
+    start: Callable[[Any], LearnerState]
+    shapes: Callable[[], LearnerState]
+
+
 @dataclasses.dataclass
 class Run:
     """A run as it goes on: what is fixed, and the state and progress that change.
 
-    progress: `stage`, `step` (of the stage), `number` (of all stages, as in the logs), the
-    logs' lengths, and the figures that the summary reports.
+    progress: `stage`, `step` (of the stage), `number` (of all stages, as in the logs),
+    `prompts` (drawn for reinforcement), the logs' lengths, and the figures that the summary
+    reports.
     """
 
     seed: int
@@ -70,7 +82,7 @@ class Run:
     checkpoints: Checkpoints
     checkpoint: CheckpointConfig
     stop: StopSignal
-    state: TrainState
+    state: LearnerState
     progress: dict[str, Any]
 
     def key(self, purpose: str, step: int) -> jax.Array:
@@ -87,10 +99,10 @@ class Run:
     def clock(self) -> dict[str, float]:
         return self.progress["seconds"]
 
-    def enter(self, stage: str, optimizer: optax.GradientTransformation) -> None:
-        """Begins a stage with a fresh optimizer, and saves."""
-        self.state = init_state(self.state.params, optimizer)
-        self.progress |= {"stage": stage, "step": 0}
+    def enter(self, name: str, stage: Stage) -> None:
+        """Begins a stage, with the parameters as they are, and saves."""
+        self.state = stage.start(self.state.params)
+        self.progress |= {"stage": name, "step": 0}
         self.save()
 
     def save(self) -> None:
@@ -120,23 +132,19 @@ class Run:
 def start_or_resume(
     base: Base,
     seed: int,
-    optimizers: Mapping[str, optax.GradientTransformation],
+    stages: Mapping[str, Stage],
     checkpoints: Checkpoints,
     log: RunLog,
-) -> tuple[TrainState, dict[str, Any]]:
+) -> tuple[LearnerState, dict[str, Any]]:
     """The newest checkpoint's state and progress, or fresh ones; cuts the logs to match.
 
-    optimizers: of each stage; a fresh run starts with the first.
+    stages: a fresh run starts with the first.
     """
-
-    def shapes(progress: Mapping[str, Any]) -> TrainState:
-        return state_shapes(base.param_shapes, optimizers[progress["stage"]])
-
-    restored = checkpoints.restore(shapes)
+    restored = checkpoints.restore(lambda progress: stages[progress["stage"]].shapes())
     if restored is None:
         log.rewind(dict.fromkeys(log.positions(), 0), next_step=0)
-        stage, optimizer = next(iter(optimizers.items()))
-        return init_state(base.params(seed), optimizer), _fresh_progress(stage)
+        name, stage = next(iter(stages.items()))
+        return stage.start(base.params(seed)), _fresh_progress(name)
     state, progress = restored
     log.rewind(progress["log"], next_step=progress["number"])
     print(f"Resuming at step {progress['step']} of the {progress['stage']} stage.")
@@ -148,6 +156,7 @@ def _fresh_progress(stage: str) -> dict[str, Any]:
         "stage": stage,
         "step": 0,
         "number": 0,
+        "prompts": 0,
         "log": {},
         "seconds": {},
         "outcomes": {},

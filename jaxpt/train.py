@@ -16,27 +16,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxpt import learner as learner_lib
 from jaxpt import mesh as mesh_lib
 from jaxpt.base import Base
 from jaxpt.checkpoint import Checkpoints
-from jaxpt.data import batches, packing, worked_solutions
+from jaxpt.data import packing, worked_solutions
 from jaxpt.data.mixture import Mixture
 from jaxpt.domains.domain import TRAIN
 from jaxpt.evaluate import EvaluationConfig, evaluate, passed
+from jaxpt.learner import Learner, LearnerState, LearningConfig, Rows
 from jaxpt.mesh import MeshConfig
 from jaxpt.metrics import RunLog
-from jaxpt.models import moe
 from jaxpt.models import params as params_lib
-from jaxpt.policy import packed_logprobs
 from jaxpt.progress import ProgressBar
 from jaxpt.report import write_report
-from jaxpt.rl import losses
-from jaxpt.rl.update import LossFn, make_update
+from jaxpt.rl import aggregation, losses
+from jaxpt.rl.update import init_state, state_shapes
 from jaxpt.rollout.episodes import (
     MakePool,
     Pool,
@@ -51,6 +50,7 @@ from jaxpt.run import (
     SUPERVISED,
     CheckpointConfig,
     Run,
+    Stage,
     StopSignal,
     start_or_resume,
 )
@@ -61,22 +61,6 @@ class BaseLoader(Protocol):
     """See `jaxpt.base` and `jaxpt.convert`."""
 
     def load(self, workdir: Path, mesh: Mesh, corpus: Iterator[str]) -> Base: ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows:
-    """The shape of what is learnt from: packed rows, some of them in one pass.
-
-    length: tokens in a row; micro_batch: rows in one forward and backward pass;
-    logits_chunk: tokens whose logits exist at the same time.
-    """
-
-    length: int
-    micro_batch: int
-    logits_chunk: int = 4096
-
-    def round_up(self, rows: int) -> int:
-        return -(-rows // self.micro_batch) * self.micro_batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,22 +77,25 @@ class SupervisedConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReinforcementConfig:
-    """Policy-gradient steps on groups of episodes.
+    """Steps of an algorithm on groups of episodes.
 
     first_task: the index of the first prompt, to begin after the warm start's tasks.
-    epochs: updates on the same episodes. skip_uniform_groups: see
-    `batches.from_trajectories`.
+    max_rounds: how often a step may sample, until as many groups as one round has are
+      chosen by the algorithm (DAPO's dynamic sampling refills); what is left over is not
+      learnt from.
+    teacher: whom the student's logprobs are compared to, of the same tokenizer.
     """
 
     steps: int
     rollout: RolloutConfig
-    optimizer: optax.GradientTransformation
-    advantage_fn: batches.AdvantageFn
-    loss_fn: LossFn
-    rows: Rows
+    learning: LearningConfig
     first_task: int = 0
-    epochs: int = 1
-    skip_uniform_groups: bool = True
+    max_rounds: int = 1
+    teacher: BaseLoader | None = None
+
+    def __post_init__(self):
+        if self.max_rounds < 1:
+            raise ValueError(f"max_rounds={self.max_rounds} must be 1 or more.")
 
 
 def train(
@@ -136,7 +123,7 @@ def train(
     start = time.perf_counter()
     device_mesh = mesh_lib.make_mesh(mesh)
     loaded = base.load(workdir, device_mesh, _corpus(mixture, seed))
-    optimizers = stage_optimizers(supervised, reinforcement)
+    stages = make_stages(loaded, supervised, reinforcement)
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         stop = enter(StopSignal())
@@ -144,7 +131,7 @@ def train(
         log = enter(RunLog(workdir))
         checkpoints = Checkpoints(workdir / "checkpoints", keep=checkpoint.keep)
         stack.callback(checkpoints.close)
-        state, progress = start_or_resume(loaded, seed, optimizers, checkpoints, log)
+        state, progress = start_or_resume(loaded, seed, stages, checkpoints, log)
         run = Run(
             seed=seed,
             sampler=sampler,
@@ -163,23 +150,32 @@ def train(
             if supervised is not None:
                 supervised_stage(run, supervised, workdir)
             heldout(run, evaluation, reinforcement.rollout, "before")
-            run.enter(REINFORCEMENT, reinforcement.optimizer)
+            run.enter(REINFORCEMENT, stages[REINFORCEMENT])
         if run.progress["stage"] == REINFORCEMENT:
-            reinforcement_stage(run, reinforcement, on_first_step)
+            reinforcement_stage(run, reinforcement, workdir, on_first_step)
             heldout(run, evaluation, reinforcement.rollout, "after")
             run.progress["params_sha256"] = params_lib.content_hash(run.state.params)
             run.finish()
         return write_report(workdir, run.progress)
 
 
-def stage_optimizers(
-    supervised: SupervisedConfig | None, reinforcement: ReinforcementConfig
-) -> dict[str, optax.GradientTransformation]:
-    """Whose state a checkpoint of a stage holds; a fresh run starts with the first."""
+def make_stages(
+    base: Base, supervised: SupervisedConfig | None, reinforcement: ReinforcementConfig
+) -> dict[str, Stage]:
+    """What a checkpoint of each stage holds; a fresh run starts with the first."""
+    warm_up = supervised.optimizer if supervised else optax.identity()
+    learning = reinforcement.learning
+    reinforced = Stage(
+        start=lambda params: learner_lib.start(params, base, learning),
+        shapes=lambda: learner_lib.shapes(base, learning),
+    )
     return {
-        SUPERVISED: supervised.optimizer if supervised else optax.identity(),
-        REINFORCEMENT: reinforcement.optimizer,
-        DONE: reinforcement.optimizer,
+        SUPERVISED: Stage(
+            start=lambda params: LearnerState(init_state(params, warm_up)),
+            shapes=lambda: LearnerState(state_shapes(base.param_shapes, warm_up)),
+        ),
+        REINFORCEMENT: reinforced,
+        DONE: reinforced,
     }
 
 
@@ -202,7 +198,13 @@ def supervised_stage(run: Run, config: SupervisedConfig, workdir: Path) -> None:
             num_examples=config.num_examples,
             seed=run.seed,
         )
-    update = _jit_update(run, losses.supervised, config.optimizer, rows)
+    update = learner_lib.jit_update(
+        learner_lib.language_model(run.base, rows),
+        losses.supervised,
+        config.optimizer,
+        rows,
+        state_shapes(run.base.param_shapes, config.optimizer),
+    )
     with ProgressBar("warm start", total=config.steps, done=run.progress["step"]) as bar:
         for step in range(run.progress["step"], config.steps):
             with timed(run.clock, "data"):
@@ -213,86 +215,53 @@ def supervised_stage(run: Run, config: SupervisedConfig, workdir: Path) -> None:
                     count=config.batch_size,
                 )
                 examples = source.__getitems__([int(i) for i in chosen])
-                batch = packing.pack(
-                    batches.from_solutions(
-                        [_as_text(example) for example in examples],
-                        run.base.tokenizer,
-                    ),
-                    num_rows=num_rows,
-                    row_length=rows.length,
-                )
+                batch = _supervised_batch(run.base, examples, num_rows, rows.length)
             with timed(run.clock, "supervised"):
-                run.state, metrics = update(run.state, _on_mesh(run, batch))
-                metrics = _host_metrics(metrics)
+                policy, metrics = update(run.state.policy, batch)
+                run.state = LearnerState(policy)
+                metrics = learner_lib.host_metrics(metrics)
             metrics.pop("logprob_gap")  # there is no sampler to differ from
             run.log.scalars(run.progress["number"], SUPERVISED, metrics)
             bar.advance(step + 1, loss=metrics["loss"])
             run.end_step(last=step + 1 == config.steps)
 
 
+def _supervised_batch(base: Base, examples, num_rows: int, row_length: int) -> Batch:
+    groups = worked_solutions.groups(examples, base.tokenizer)
+    packed = packing.pack(groups, num_rows=num_rows, row_length=row_length)
+    masks = [np.ones(length, bool) for _, _, length in packed.places]
+    weights = aggregation.token_mean(masks, np.arange(len(masks)))
+    batch = dataclasses.replace(packed.batch, loss_weights=packed.scatter(weights))
+    return learner_lib.on_mesh(base, batch)
+
+
 def reinforcement_stage(
     run: Run,
     config: ReinforcementConfig,
+    workdir: Path,
     on_first_step: Callable[[], None],
 ) -> None:
-    """GRPO and its relatives: each step samples, grades, credits, packs and updates."""
-    rollout, rows, sampler = config.rollout, config.rows, run.sampler
-    num_rows = rows.round_up(
-        packing.rows_needed(
-            num_groups=rollout.num_prompts,
-            group_size=rollout.group_size,
-            prompt_length=rollout.max_prompt_length,
-            completion_length=rollout.max_new_tokens,
-            row_length=rows.length,
-        )
+    """Each step samples, grades, credits, packs and updates."""
+    rollout = config.rollout
+    learner = Learner(
+        run.base,
+        config.learning,
+        num_groups=rollout.num_prompts,
+        group_size=rollout.group_size,
+        max_prompt_length=rollout.max_prompt_length,
+        max_new_tokens=rollout.max_new_tokens,
+        teacher=_teacher(run, config, workdir),
+        plain_sampling=rollout.sampling.is_plain,
     )
-    update = _jit_update(run, config.loss_fn, config.optimizer, rows)
     with ProgressBar("reinforcement", total=config.steps, done=run.progress["step"]) as bar:
         for step in range(run.progress["step"], config.steps):
             clock: dict[str, float] = {}
-            bar.phase("sample")
-            with timed(clock, "draw"):
-                prompts = [
-                    sampler.mixture.draw(
-                        sampler.base.tokenizer,
-                        split=TRAIN,
-                        seed=run.seed,
-                        index=config.first_task + step * rollout.num_prompts + p,
-                        max_length=rollout.max_prompt_length,
-                    )
-                    for p in range(rollout.num_prompts)
-                ]
-            groups = sampler.rollout(
-                run.state.params,
-                prompts,
-                run.key("sample", step),
-                rollout,
-                episode_id=f"{REINFORCEMENT}/{step}",
-                clock=clock,
-                on_sampled=functools.partial(bar.phase, "reward"),
-            )
+            groups = _sampled(run, config, clock, bar)
             bar.phase("learn")
             with timed(clock, "learn"):
-                advantages = batches.credit(groups, config.advantage_fn)
-                batch = packing.pack(
-                    batches.from_trajectories(
-                        groups,
-                        advantages,
-                        skip_uniform_groups=config.skip_uniform_groups,
-                    ),
-                    num_rows=num_rows,
-                    row_length=rows.length,
-                )
-                batch = _on_mesh(run, batch)
-                metrics: dict[str, Any] = {}
-                for epoch in range(config.epochs):
-                    run.state, measured = update(run.state, batch)
-                    # The gap is the sampler's only while the weights are still its own.
-                    metrics = _host_metrics(measured) | (
-                        {"logprob_gap": metrics["logprob_gap"]} if epoch else {}
-                    )
-            metrics |= _episode_metrics(sampler, groups)
-            _count(run, groups, clock, metrics["logprob_gap"])
+                run.state, metrics = learner.learn(run.state, groups)
+            metrics |= _episode_metrics(run.sampler, groups)
+            _count(run, groups, clock, metrics.get("logprob_gap", 0.0))
             run.log.scalars(
                 run.progress["number"],
                 REINFORCEMENT,
@@ -305,6 +274,56 @@ def reinforcement_stage(
                 on_first_step()
             bar.advance(step + 1, reward=metrics["reward"], passed=metrics["pass_rate"])
             run.end_step(last=step + 1 == config.steps)
+
+
+def _sampled(
+    run: Run, config: ReinforcementConfig, clock: dict[str, float], bar: ProgressBar
+) -> list[list[Trajectory]]:
+    """One round's groups, or those of as many as it takes to have enough to learn from."""
+    rollout, sampler, step = config.rollout, run.sampler, run.progress["step"]
+    algorithm = config.learning.algorithm
+    groups: list[list[Trajectory]] = []
+    for sampled in range(config.max_rounds):
+        bar.phase("sample")
+        first = config.first_task + run.progress["prompts"]
+        with timed(clock, "draw"):
+            prompts = [
+                sampler.mixture.draw(
+                    sampler.base.tokenizer,
+                    split=TRAIN,
+                    seed=run.seed,
+                    index=first + p,
+                    max_length=rollout.max_prompt_length,
+                )
+                for p in range(rollout.num_prompts)
+            ]
+        run.progress["prompts"] += rollout.num_prompts
+        groups += sampler.rollout(
+            run.state.params,
+            prompts,
+            run.key("sample", step * config.max_rounds + sampled),
+            rollout,
+            episode_id=f"{REINFORCEMENT}/{step}/{sampled}",
+            clock=clock,
+            on_sampled=functools.partial(bar.phase, "reward"),
+        )
+        if len(algorithm.chosen(groups)) >= rollout.num_prompts:
+            break
+    return groups
+
+
+def _teacher(run: Run, config: ReinforcementConfig, workdir: Path):
+    """The teacher's base and parameters."""
+    if config.teacher is None:
+        return None
+    teacher = config.teacher.load(workdir / "teacher", run.base.mesh, iter(()))
+    if teacher.tokenizer.backend.to_str() != run.base.tokenizer.backend.to_str():
+        raise ValueError(
+            f"The teacher's tokenizer, of {teacher.tokenizer.vocab_size} tokens, is not "
+            f"the student's, of {run.base.tokenizer.vocab_size}: their logprobs can't be "
+            "compared."
+        )
+    return teacher, teacher.params(run.seed)
 
 
 def heldout(run: Run, config: EvaluationConfig, rollout: RolloutConfig, when: str) -> None:
@@ -341,47 +360,6 @@ def heldout(run: Run, config: EvaluationConfig, rollout: RolloutConfig, when: st
             figures[f"{name}_tasks"] = rate.graded
             figures[f"{name}_ungraded"] = rate.ungraded
     run.progress["heldout"][when] = figures
-
-
-def _jit_update(
-    run: Run, loss_fn: LossFn, optimizer: optax.GradientTransformation, rows: Rows
-):
-    policy = functools.partial(
-        packed_logprobs,
-        config=run.base.model,
-        mesh=run.base.mesh,
-        logits_chunk=rows.logits_chunk,
-    )
-    update = make_update(policy, loss_fn, optimizer, micro_batch_rows=rows.micro_batch)
-    # The state keeps its layout, so that the second call is the first one's program.
-    shardings = jax.tree.map(lambda x: x.sharding, run.state)
-    return jax.jit(update, donate_argnums=0, out_shardings=(shardings, None))
-
-
-def _on_mesh(run: Run, batch: Batch) -> Batch:
-    rows = mesh_lib.named_sharding(run.base.mesh, ("batch",))
-    everywhere = mesh_lib.named_sharding(run.base.mesh)
-    return jax.tree.map(
-        lambda x: jax.device_put(x, rows if np.ndim(x) else everywhere), batch
-    )
-
-
-def _as_text(example: dict[str, Any]) -> dict[str, str]:
-    return {
-        name: value.decode() if isinstance(value, bytes) else str(value)
-        for name, value in example.items()
-    }
-
-
-def _host_metrics(metrics: dict[str, jax.Array]) -> dict[str, Any]:
-    """Scalars on the host; an expert load becomes one imbalance per layer."""
-    host = jax.device_get(metrics)
-    load = host.pop("expert_load", None)
-    values = {name: float(value) for name, value in host.items()}
-    if load is not None:
-        for layer, imbalance in enumerate(np.asarray(moe.load_imbalance(load))):
-            values[f"expert_imbalance_{layer}"] = float(imbalance)
-    return values
 
 
 def _episode_metrics(sampler: Sampler, groups: list[list[Trajectory]]) -> dict[str, Any]:

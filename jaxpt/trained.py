@@ -1,19 +1,20 @@
 """A run's model, from its workdir: to sample from, to look into, to go on with."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxpt import configure, train
 from jaxpt import mesh as mesh_lib
 from jaxpt.base import Base
 from jaxpt.checkpoint import Checkpoints
 from jaxpt.inference.engine import generate, pad_prompts
-from jaxpt.rl.update import TrainState, state_shapes
+from jaxpt.learner import LearnerState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Trained:
 
     configuration: Mapping[str, Any]
     base: Base
-    state: TrainState
+    state: LearnerState
     progress: Mapping[str, Any]
 
     def complete(
@@ -75,8 +76,27 @@ class Trained:
         ]
 
 
-def load(workdir: Path) -> Trained:
-    """Reads a run's configuration and newest checkpoint, on a mesh as the run's.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FromRun:
+    """A finished run's model, to start from or to be taught by; on this run's mesh.
+
+    workdir: of that run, which must not be this one's.
+    """
+
+    workdir: str
+
+    def load(self, workdir: Path, mesh: Mesh, corpus: Iterable[str]) -> Base:
+        """Its tokenizer, shape and newest parameters; the corpus is not needed."""
+        del workdir, corpus
+        with configure.apart():
+            run = load(Path(self.workdir), mesh)
+        return dataclasses.replace(run.base, params=lambda seed: run.state.params)
+
+
+def load(workdir: Path, mesh: Mesh | None = None) -> Trained:
+    """Reads a run's configuration and newest checkpoint.
+
+    mesh: to put it on; by default one as the run's.
 
     Raises:
       ValueError: the folder holds no run, or no checkpoint yet.
@@ -86,18 +106,17 @@ def load(workdir: Path) -> Trained:
         raise ValueError(f"{workdir} holds no run: {saved.name} is missing.")
     configure.parse(train.train, [saved])
     configuration = configure.arguments(train.train)
-    mesh = mesh_lib.make_mesh(configuration.get("mesh", mesh_lib.MeshConfig()))
+    if mesh is None:
+        mesh = mesh_lib.make_mesh(configuration.get("mesh", mesh_lib.MeshConfig()))
     base = configuration["base"].load(Path(workdir), mesh, corpus=())
-    optimizers = train.stage_optimizers(
-        configuration.get("supervised"), configuration["reinforcement"]
+    stages = train.make_stages(
+        base, configuration.get("supervised"), configuration["reinforcement"]
     )
     checkpoints = Checkpoints(
         Path(workdir) / "checkpoints", keep=configuration["checkpoint"].keep
     )
     try:
-        restored = checkpoints.restore(
-            lambda progress: state_shapes(base.param_shapes, optimizers[progress["stage"]])
-        )
+        restored = checkpoints.restore(lambda progress: stages[progress["stage"]].shapes())
     finally:
         checkpoints.close()
     if restored is None:

@@ -45,7 +45,7 @@ def figures(workdir: Path) -> dict:
     config = (workdir / "config.gin").read_text()
     seed = re.search(r"^train\.train\.seed = (\d+)", config, re.M)
     outcomes = summary["outcomes"]
-    gaps = [record["logprob_gap"] for record in reinforcement(workdir)]
+    gaps = [record.get("logprob_gap", 0.0) for record in reinforcement(workdir)]
     return summary | {
         "seed": int(seed[1]) if seed else 0,
         "seconds_total": summary["seconds"]["total"],
@@ -74,7 +74,10 @@ def table(columns: dict[str, str], rows: list[dict]) -> list[str]:
     return [
         "| " + " | ".join(columns) + " |",
         "|" + "---|" * len(columns),
-        *("| " + " | ".join(cell(row[c]) for c in columns.values()) + " |" for row in rows),
+        *(
+            "| " + " | ".join(cell(row.get(c, "")) for c in columns.values()) + " |"
+            for row in rows
+        ),
         "",
     ]
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Runs an experiment, or goes on with it: a gin file and a workdir in, a trained model out.
 
-    scripts/train.py --gin_file configs/runs/quickstart.gin --workdir runs/quickstart
+    scripts/train.py --gin_file configs/runs/quickstart.gin \\
+        --gin_file configs/algorithms/grpo.gin --workdir runs/quickstart
 
 The same command again resumes. Exit code 2 means that the input can't be run as it is: one
 line says why and what to do.

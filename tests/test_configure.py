@@ -9,7 +9,9 @@ from jaxpt.configure import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = sorted((ROOT / "configs" / "runs").glob("*.gin"))
-QUICKSTART = "configs/runs/quickstart.gin"
+ALGORITHMS = sorted((ROOT / "configs" / "algorithms").glob("*.gin"))
+GRPO = "configs/algorithms/grpo.gin"
+QUICKSTART = ("configs/runs/quickstart.gin", GRPO)
 
 
 @pytest.fixture(autouse=True)
@@ -17,19 +19,25 @@ def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def parse(*bindings, files=(QUICKSTART,)):
+def parse(*bindings, files=QUICKSTART):
     return configure.parse(train.train, files, bindings)
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_every_run_parses(path):
-    parse(files=[path])
+    parse(files=[path, GRPO])
+
+
+@pytest.mark.parametrize("path", ALGORITHMS, ids=lambda path: path.stem)
+def test_every_algorithm_parses(path):
+    teacher = ["TEACHER = 'runs/teacher'"] if "TEACHER" in path.read_text() else []
+    parse(*teacher, files=[QUICKSTART[0], path])
 
 
 def test_every_other_config_is_included_by_a_run_and_includes_nothing():
     runs = "".join(path.read_text() for path in RUNS)
     for path in sorted((ROOT / "configs").rglob("*.gin")):
-        if path not in RUNS:
+        if path not in (*RUNS, *ALGORITHMS):
             assert str(path.relative_to(ROOT)) in runs
             assert "include" not in path.read_text()
 
@@ -43,7 +51,7 @@ def test_every_other_config_is_included_by_a_run_and_includes_nothing():
         ("train.train.seed = %SEED", "SEED"),
         ("optimizer.muon.beta3 = 0.1", "beta3"),
         ("other/optimizer.muon.momentum = 0.1", "other/"),
-        ("losses.supervised.x = 1", "x"),
+        ("losses.clipped.x = 1", "x"),
         ("config.DenseConfig.intermediate_size = 8", "DenseConfig"),
         ("train.train.seed = = 1", "parse"),
     ],

@@ -60,13 +60,12 @@ def test_the_samplers_logprobs_are_the_trainers(name, temperature, one_device):
                     mask=np.ones(length, np.float32),
                     logprobs=samples.logprobs[p, g, :length],
                     processed_logprobs=samples.processed_logprobs[p, g, :length],
-                    advantages=np.zeros(length, np.float32),
                 )
             )
         groups.append(Group(prompt=prompt, completions=completions))
-    batch = pack(groups, num_rows=6, row_length=32)
+    batch = pack(groups, num_rows=6, row_length=32).batch
     policy = functools.partial(packed_logprobs, config=config, mesh=one_device)
-    logprobs, _, _ = jax.jit(policy)(params, batch)
+    logprobs = jax.jit(policy)(params, batch)[0].logprobs
     mask = batch.completion_mask > 0
     assert mask.sum() == samples.lengths[:3].sum() > 0
     np.testing.assert_allclose(logprobs[mask], batch.old_logprobs[mask], atol=1e-5)

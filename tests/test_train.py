@@ -17,6 +17,7 @@ import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+QUICKSTART = ("configs/runs/quickstart.gin", "configs/algorithms/grpo.gin")
 TINY = (
     "WARM_START_STEPS = 4",
     "STEPS = 5",
@@ -29,17 +30,14 @@ TINY = (
     "config.MoEConfig.intermediate_size = 16",
     "episodes.RolloutConfig.num_prompts = 4",
     "episodes.RolloutConfig.group_size = 2",
-    "episodes.RolloutConfig.max_new_tokens = 12",
+    "MAX_NEW_TOKENS = 12",
     "evaluate.EvaluationConfig.num_tasks = 6",
     "evaluate.EvaluationConfig.batch_size = 4",
     "run.CheckpointConfig.every = 1",
-    # A fresh model passes no test, so every group would be uniform and nothing learnt.
-    "train.ReinforcementConfig.advantage_fn = @tiny_advantages.by_length",
-    "train.ReinforcementConfig.skip_uniform_groups = False",
 )
 
 
-def command(workdir, *bindings, tiny=TINY, files=("configs/runs/quickstart.gin",)):
+def command(workdir, *bindings, tiny=TINY, files=QUICKSTART):
     arguments = [sys.executable, str(ROOT / "scripts" / "train.py")]
     for file in files:
         arguments += ["--gin_file", str(file)]
@@ -58,13 +56,18 @@ def environment(devices=1):
 
 @pytest.fixture
 def extra_config(tmp_path):
-    """Gives the tiny runs an advantage that is never all zeros."""
+    """Gives the tiny runs an advantage that is never all zeros: a fresh model passes no
+    test, so every group would be uniform and nothing learnt."""
     path = tmp_path / "extra.gin"
     path.write_text(
-        "from __gin__ import dynamic_registration\nimport tiny_advantages\n"
+        "from __gin__ import dynamic_registration\n"
+        "import tiny_advantages\n"
+        "from jaxpt.rl import algorithm\n"
+        "algorithm.Algorithm.advantage = @tiny_advantages.by_length\n"
+        "algorithm.Algorithm.select = @algorithm.every_episode\n"
         "tiny_advantages.by_length.scale = 1.0\n"
     )
-    return ("configs/runs/quickstart.gin", path)
+    return (*QUICKSTART, path)
 
 
 def run(workdir, *bindings, files, devices=1, expect=0):
@@ -183,7 +186,7 @@ def test_sigterm_saves_and_leaves(tmp_path, extra_config):
         (("mesh.MeshConfig.data = 3",), 1, "The mesh data=3 has 3 device(s)"),
         ((), 8, "The mesh data=1 has 1 device(s)"),
         (("episodes.RolloutConfig.max_prompt_length = 8",), 1, "max_prompt_length=8"),
-        (("train.Rows.length = 9",), 1, "row"),
+        (("learner.Rows.length = 9",), 1, "row"),
         (("mixture.Mixture.domains = ()",), 1, "name at least one domain"),
         (("STEP = 3",), 1, "STEP"),
     ],

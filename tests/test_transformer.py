@@ -31,7 +31,7 @@ CONFIGS = {
 
 
 def packed(groups):
-    return pack(groups, num_rows=8, row_length=24)
+    return pack(groups, num_rows=8, row_length=24).batch
 
 
 def run(config, mesh, batch, params=None):
@@ -45,7 +45,8 @@ def test_packed_logprobs_match_the_oracle(name, one_device):
     config = CONFIGS[name]
     groups = random_groups(3, [2, 3, 1])
     batch = packed(groups)
-    params, (logprobs, entropy, _) = run(config, one_device, batch)
+    params, (outputs, _) = run(config, one_device, batch)
+    logprobs, entropy = outputs.logprobs, outputs.entropy
     expected = {
         (*group.prompt, *completion.tokens.tolist()): oracle.logprobs(
             params, group.prompt, completion.tokens, config
@@ -76,10 +77,10 @@ def test_meshes_give_the_same(name, axes, one_device):
     if "expert" in axes and name == "dense_qk_norm":
         axes = {"data": 4, "tensor": 2}
     batch = packed(random_groups(4, [3, 2]))
-    _, (one, _, counts) = run(config, one_device, batch)
-    _, (many, _, many_counts) = run(config, make_mesh(**axes), batch)
+    _, (one, counts) = run(config, one_device, batch)
+    _, (many, many_counts) = run(config, make_mesh(**axes), batch)
     mask = batch.completion_mask > 0
-    np.testing.assert_allclose(one[mask], many[mask], atol=1e-5)
+    np.testing.assert_allclose(one.logprobs[mask], many.logprobs[mask], atol=1e-5)
     if counts:
         np.testing.assert_array_equal(counts["expert_load"], many_counts["expert_load"])
         tokens = batch.completion_mask.astype(bool).sum()

@@ -6,13 +6,17 @@ is one number: the examples' order is a permutation made from (seed, epoch).
 
 import contextlib
 import io
+import json
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxpt.data.mixture import Mixture
+from jaxpt.data.packing import Completion, Group
+from jaxpt.data.tokenizer import Tokenizer
 
 
 def build(folder: Path, mixture: Mixture, *, num_examples: int, seed: int) -> Any:
@@ -97,3 +101,26 @@ def order(num_examples: int, *, seed: int, start: int, count: int) -> np.ndarray
         permutation = np.random.default_rng([seed, epoch]).permutation(num_examples)
         indices.extend(permutation[offset : offset + count - len(indices)])
     return np.asarray(indices)
+
+
+def groups(chosen: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[Group]:
+    """Each example's prompt, with its solution and the end token as the one completion."""
+    found = []
+    for example in chosen:
+        text = {
+            name: value.decode() if isinstance(value, bytes) else str(value)
+            for name, value in example.items()
+        }
+        tokens = np.asarray(
+            [*tokenizer.encode(text["solution"]), tokenizer.eos_id], np.int32
+        )
+        zeros = np.zeros(len(tokens), np.float32)
+        completion = Completion(
+            tokens=tokens,
+            mask=np.ones(len(tokens), np.float32),
+            logprobs=zeros,
+            processed_logprobs=zeros,
+        )
+        prompt = tokenizer.encode_chat(json.loads(text["messages"]))
+        found.append(Group(prompt=prompt, completions=[completion]))
+    return found

@@ -30,6 +30,11 @@ class SamplingConfig:
                 "temperature=0 (greedy); leave them at 0 and 1.0."
             )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the distribution drawn from is the model's own."""
+        return self == SamplingConfig()
+
 
 def _first(candidates: jax.Array) -> jax.Array:
     """Index of the first True along the last axis, and the last index if there is none.

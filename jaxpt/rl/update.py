@@ -1,8 +1,8 @@
 """The update: `update(state, batch) -> (state, metrics)`, pure, exact in every layout.
 
-Gradients are sums over tokens, added up over micro-batches and divided once by the number
-of completion tokens in the whole batch. So the result does not depend on how the rows were
-packed, ordered, or cut into micro-batches (but for rounding).
+Gradients are sums over tokens, each with the weight that the batch gives it (see
+`rl.aggregation`), added up over micro-batches. So the result does not depend on how the
+rows were packed, ordered, or cut into micro-batches (but for rounding).
 """
 
 import itertools
@@ -15,13 +15,12 @@ import optax
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpt.rl.losses import TokenLoss
-from jaxpt.types import Batch
+from jaxpt.rl.losses import LossFn
+from jaxpt.types import Batch, Outputs
 
-# (params, batch of some rows) -> logprobs [r, T], entropy [r, T], and a dict of counts
-# that add up over rows, such as the experts' loads.
-Policy = Callable[[Any, Batch], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
-LossFn = Callable[[jax.Array, jax.Array, Batch], TokenLoss]
+# (params, batch of some rows) -> what the model says of it, and a dict of counts that add
+# up over rows, such as the experts' loads.
+Model = Callable[[Any, Batch], tuple[Outputs, dict[str, jax.Array]]]
 
 
 @struct.dataclass
@@ -79,89 +78,77 @@ def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainSta
 
 
 def make_update(
-    policy: Policy,
+    model: Model,
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     *,
     micro_batch_rows: int,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """The update with this policy, loss and optimizer; jit it with the state donated.
+    """The update of this model by a loss and an optimizer; jit it with the state donated.
 
     Args:
       micro_batch_rows: rows in one forward and backward pass; it divides the rows of every
         batch. Passes after the first `batch.num_rows` rows are left out.
 
-    The metrics are float32 scalars, except the policy's counts, which come as they are:
-      loss, entropy, and the loss function's own: means over completion tokens.
+    The metrics are float32 scalars, except the model's counts, which come as they are:
+      loss: the whole batch's, as weighted.
+      entropy, and the loss function's own: means over completion tokens.
       logprob_gap: the largest difference between the logprobs here and the sampler's.
       gradient_norm, before clipping; tokens, rows: counts.
-    A batch with no completion token changes nothing and says so with tokens = 0.
+    A batch whose tokens all weigh nothing changes nothing.
     """
 
     def sums(params, batch):
-        logprobs, entropy, counts = policy(params, batch)
-        loss, metrics = loss_fn(logprobs, entropy, batch)
-        mask = batch.completion_mask
+        outputs, counts = model(params, batch)
+        losses, metrics = loss_fn(outputs, batch)
+        learnt = batch.completion_mask > 0
 
-        def total(x):
-            return jnp.sum(jnp.where(mask > 0, x * mask, 0.0))
+        def total(x, weights):
+            return jnp.sum(jnp.where(learnt, x * weights, 0.0))
 
-        gap = jnp.where(mask > 0, jnp.abs(logprobs - batch.old_logprobs), 0.0)
-        metrics = {"loss": loss, "entropy": entropy, **metrics}
-        metrics = jax.lax.stop_gradient({k: total(v) for k, v in metrics.items()})
-        return total(loss), (metrics, counts, jax.lax.stop_gradient(jnp.max(gap)))
+        loss = total(losses, batch.loss_weights)
+        gap = jnp.zeros(())
+        if outputs.logprobs is not None:
+            gap = jnp.abs(outputs.logprobs - batch.sampler_logprobs)
+        if outputs.entropy is not None:
+            metrics = {"entropy": outputs.entropy, **metrics}
+        sums_of = {k: total(v, batch.completion_mask) for k, v in metrics.items()}
+        largest = jnp.max(jnp.where(learnt, gap, 0.0))
+        kept = {"loss": loss}, sums_of, counts, largest
+        return loss, jax.lax.stop_gradient(kept)
 
     sums_and_gradients = jax.value_and_grad(sums, has_aux=True)
 
     def update(state: TrainState, batch: Batch):
-        rows = batch.tokens.shape[0]
-        if rows % micro_batch_rows:
-            raise ValueError(
-                f"micro_batch_rows={micro_batch_rows} does not divide the batch's "
-                f"{rows} rows; pack to a multiple of it."
-            )
+        _check_rows(batch, micro_batch_rows)
 
         def micro_batch(i):
-            return jax.tree.map(
-                lambda x: (
-                    x
-                    if x.ndim == 0
-                    else jax.lax.dynamic_slice_in_dim(
-                        x, i * micro_batch_rows, micro_batch_rows
-                    )
-                ),
-                batch,
-            )
+            return _rows(batch, i, micro_batch_rows)
 
         def accumulate(i, carry):
-            gradients, metrics, counts, gap = carry
-            (_, (new_metrics, new_counts, new_gap)), new_gradients = sums_and_gradients(
+            *sums_so_far, gap = carry
+            (_, (*new_sums, new_gap)), gradients = sums_and_gradients(
                 state.params, micro_batch(i)
             )
-            sums_so_far = gradients, metrics, counts
-            new_sums = new_gradients, new_metrics, new_counts
-            return (
-                *jax.tree.map(jnp.add, sums_so_far, new_sums),
-                jnp.maximum(gap, new_gap),
-            )
+            sums_so_far = jax.tree.map(jnp.add, sums_so_far, [gradients, *new_sums])
+            return (*sums_so_far, jnp.maximum(gap, new_gap))
 
-        if rows == micro_batch_rows:
+        if batch.tokens.shape[0] == micro_batch_rows:
             # One pass over everything: nothing to add up, and no zeros to start from.
-            (_, (metrics, counts, gap)), gradients = sums_and_gradients(state.params, batch)
+            (_, kept), gradients = sums_and_gradients(state.params, batch)
         else:
             shapes = jax.eval_shape(lambda: sums(state.params, micro_batch(0))[1])
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             micro_batches = -(-batch.num_rows // micro_batch_rows)
-            gradients, metrics, counts, gap = jax.lax.fori_loop(
+            gradients, *kept = jax.lax.fori_loop(
                 0,
                 micro_batches,
                 accumulate,
                 (jax.tree.map(jnp.zeros_like, state.params), *zeros),
             )
 
+        whole, metrics, counts, gap = kept
         tokens = jnp.sum(batch.completion_mask)
-        divisor = jnp.maximum(tokens, 1.0)
-        gradients = jax.tree.map(lambda g: g / divisor.astype(g.dtype), gradients)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         new_state = TrainState(
             params=optax.apply_updates(state.params, updates),
@@ -169,11 +156,13 @@ def make_update(
             step=state.step + 1,
         )
         new_state = jax.tree.map(
-            lambda new, old: jnp.where(tokens > 0, new, old), new_state, state
+            lambda new, old: jnp.where(jnp.any(batch.loss_weights > 0), new, old),
+            new_state,
+            state,
         )
-        metrics = {k: v / divisor for k, v in metrics.items()}
         return new_state, {
-            **metrics,
+            **whole,
+            **{name: x / jnp.maximum(tokens, 1.0) for name, x in metrics.items()},
             **counts,
             "logprob_gap": gap,
             "gradient_norm": optax.tree.norm(gradients),
@@ -182,3 +171,48 @@ def make_update(
         }
 
     return update
+
+
+def make_score(model: Model, *, micro_batch_rows: int) -> Callable[[Any, Batch], Outputs]:
+    """What a model says of a batch, without learning; `micro_batch_rows` at a time.
+
+    Rows after the first `batch.num_rows` are left out, and get zeros.
+    """
+
+    def score(params: Any, batch: Batch) -> Outputs:
+        def of(i):
+            return model(params, _rows(batch, i, micro_batch_rows))[0]
+
+        def put(i, outputs):
+            return jax.tree.map(
+                lambda all, new: jax.lax.dynamic_update_slice_in_dim(
+                    all, new, i * micro_batch_rows, axis=0
+                ),
+                outputs,
+                of(i),
+            )
+
+        _check_rows(batch, micro_batch_rows)
+        empty = jax.tree.map(
+            lambda x: jnp.zeros(batch.tokens.shape, x.dtype), jax.eval_shape(of, 0)
+        )
+        return jax.lax.fori_loop(0, -(-batch.num_rows // micro_batch_rows), put, empty)
+
+    return score
+
+
+def _check_rows(batch: Batch, micro_batch_rows: int) -> None:
+    rows = batch.tokens.shape[0]
+    if rows % micro_batch_rows:
+        raise ValueError(
+            f"micro_batch_rows={micro_batch_rows} does not divide the batch's "
+            f"{rows} rows; pack to a multiple of it."
+        )
+
+
+def _rows(batch: Batch, i: jax.Array | int, count: int) -> Batch:
+    """Rows i x count and the next count - 1; what has no rows stays."""
+    return jax.tree.map(
+        lambda x: x if x.ndim == 0 else jax.lax.dynamic_slice_in_dim(x, i * count, count),
+        batch,
+    )

@@ -6,6 +6,7 @@ Beside the figures that all systems give, `parts_s` has the medians of what a st
 of, and `logprob_gap` the largest difference between sampler and learner.
 """
 
+import dataclasses
 import functools
 import os
 import statistics
@@ -24,7 +25,7 @@ from jaxpt.models import params as params_lib
 from jaxpt.models import transformer
 from jaxpt.models.config import DenseConfig, ModelConfig
 from jaxpt.policy import packed_logprobs
-from jaxpt.rl import advantages, losses, optimizer
+from jaxpt.rl import advantages, aggregation, losses, optimizer
 from jaxpt.rl.update import init_state, make_update
 
 CONFIG = ModelConfig(
@@ -50,7 +51,7 @@ def text_of(tokens: np.ndarray) -> str:
     return bytes(int(t) - first for t in tokens if t >= first).decode("latin1")
 
 
-def completion(samples: Samples, p: int, g: int, advantage: float) -> packing.Completion:
+def completion(samples: Samples, p: int, g: int) -> packing.Completion:
     """What was sampled in place `g` for prompt `p`."""
     length = samples.lengths[p, g]
     return packing.Completion(
@@ -58,7 +59,6 @@ def completion(samples: Samples, p: int, g: int, advantage: float) -> packing.Co
         mask=np.ones(length, np.float32),
         logprobs=np.asarray(samples.logprobs[p, g, :length]),
         processed_logprobs=np.asarray(samples.processed_logprobs[p, g, :length]),
-        advantages=np.full(length, advantage, np.float32),
     )
 
 
@@ -97,10 +97,9 @@ def make_step() -> Callable[[int, workload.Clock], dict[str, float]]:
     )
     policy = functools.partial(packed_logprobs, config=CONFIG, mesh=mesh)
     update = jax.jit(
-        make_update(policy, losses.clipped, adam, micro_batch_rows=num_rows),
+        make_update(policy, losses.PolicyLoss(), adam, micro_batch_rows=num_rows),
         donate_argnums=0,
     )
-    credit_fn = jax.jit(advantages.group_relative)
     keys = jax.random.key(0)
 
     def step(i: int, clock: workload.Clock) -> dict[str, float]:
@@ -124,18 +123,29 @@ def make_step() -> Callable[[int, workload.Clock], dict[str, float]]:
         sampled = time.perf_counter()
         rewards = rewards_of(samples)
         clock.step(rewards.ravel().tolist(), int(samples.lengths.sum()))
-        credit = np.asarray(credit_fn(rewards, np.ones(rewards.shape, bool)))
         groups = [
             packing.Group(
                 prompt=prompt,
-                completions=[
-                    completion(samples, p, g, credit[p, g])
-                    for g in range(workload.GROUP_SIZE)
-                ],
+                completions=[completion(samples, p, g) for g in range(workload.GROUP_SIZE)],
             )
             for p, prompt in enumerate(PROMPTS)
         ]
-        batch = packing.pack(groups, num_rows=num_rows, row_length=row_length)
+        packed = packing.pack(groups, num_rows=num_rows, row_length=row_length)
+        masks = [np.ones(n, bool) for _, _, n in packed.places]
+        numbers = np.repeat(np.arange(len(PROMPTS)), workload.GROUP_SIZE)
+        episodes = advantages.Episodes(
+            rewards=rewards.ravel(),
+            groups=numbers,
+            masks=masks,
+            logprobs=packed.gather(packed.batch.sampler_logprobs),
+            token_rewards=[np.zeros(len(mask)) for mask in masks],
+            turns=[np.zeros(len(mask), int) for mask in masks],
+        )
+        batch = dataclasses.replace(
+            packed.batch,
+            advantages=packed.scatter(advantages.group_relative(episodes)),
+            loss_weights=packed.scatter(aggregation.token_mean(masks, numbers)),
+        )
         packed = time.perf_counter()
         state, metrics = update(state, batch)
         gap = float(metrics["logprob_gap"])

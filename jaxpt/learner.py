@@ -1,0 +1,403 @@
+"""From groups of trajectories to updates: choose, pack, score, credit, weigh, learn.
+
+    chosen -> packed rows -> scores of reference, teacher and critic -> advantages
+    -> weights of tokens -> updates of the policy, and of the critic
+
+The arithmetic is in `rl`; here it gets its models, its programs and its rows.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+
+from jaxpt import mesh as mesh_lib
+from jaxpt.base import Base
+from jaxpt.data import packing
+from jaxpt.data.packing import Packed
+from jaxpt.models import moe, value
+from jaxpt.models import params as params_lib
+from jaxpt.policy import packed_logprobs, packed_values
+from jaxpt.rl import advantages, losses
+from jaxpt.rl.advantages import AdvantageFn, Episodes, Ragged
+from jaxpt.rl.algorithm import Algorithm
+from jaxpt.rl.check import check
+from jaxpt.rl.losses import LossFn
+from jaxpt.rl.update import (
+    Model,
+    TrainState,
+    init_state,
+    make_score,
+    make_update,
+    state_shapes,
+)
+from jaxpt.types import Batch, Trajectory
+
+Metrics = dict[str, Any]
+Chosen = tuple[Sequence[Trajectory], np.ndarray]  # a group's episodes, and their rewards
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The shape of what is learnt from: packed rows, some of them in one pass.
+
+    length: tokens in a row; micro_batch: rows in one forward and backward pass;
+    logits_chunk: tokens whose logits exist at the same time.
+    """
+
+    length: int
+    micro_batch: int
+    logits_chunk: int = 4096
+
+    def round_up(self, rows: int) -> int:
+        return -(-rows // self.micro_batch) * self.micro_batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """A model of the policy's size that learns what is still to be earned.
+
+    It starts as a copy of the policy with a head that says 0.
+
+    advantage: its errors as `advantages.generalized` gives them; values plus these are what
+      it should have said.
+    """
+
+    optimizer: optax.GradientTransformation
+    loss_fn: LossFn = losses.value_loss
+    advantage: AdvantageFn = advantages.generalized
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearningConfig:
+    """An algorithm and what it learns with.
+
+    epochs: updates on the same episodes; minibatches: parts that a batch's groups are cut
+      into, an update for each.
+    reference: whether the policy of the stage's start is kept, for a penalty or DPO.
+    recompute_old_logprobs: ratios are taken against what the learner itself makes of the
+      episodes before the first update, and not against what the sampler said.
+    """
+
+    algorithm: Algorithm
+    optimizer: optax.GradientTransformation
+    rows: Rows
+    epochs: int = 1
+    minibatches: int = 1
+    critic: CriticConfig | None = None
+    reference: bool = False
+    recompute_old_logprobs: bool = False
+
+    def __post_init__(self):
+        for name in ("epochs", "minibatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be 1 or more.")
+
+
+@struct.dataclass
+class LearnerState:
+    """Everything that learning changes, and the reference policy's parameters."""
+
+    policy: TrainState
+    critic: TrainState | None = None
+    reference: Any = None
+
+    @property
+    def params(self) -> Any:
+        return self.policy.params
+
+
+def start(params: Any, base: Base, config: LearningConfig) -> LearnerState:
+    """The state before a stage's first step."""
+    critic = None
+    if config.critic is not None:
+        critic = init_state(
+            value.from_language_model(params, base.mesh), config.critic.optimizer
+        )
+    return LearnerState(
+        policy=init_state(params, config.optimizer),
+        critic=critic,
+        # A copy: an update gives its old parameters' memory to the new ones.
+        reference=jax.tree.map(jnp.copy, params) if config.reference else None,
+    )
+
+
+def shapes(base: Base, config: LearningConfig) -> LearnerState:
+    """The state as ShapeDtypeStructs with shardings."""
+    critic = None
+    if config.critic is not None:
+        specs = params_lib.shapes(value.param_specs(base.model), base.mesh)
+        critic = state_shapes(specs, config.critic.optimizer)
+    return LearnerState(
+        policy=state_shapes(base.param_shapes, config.optimizer),
+        critic=critic,
+        reference=base.param_shapes if config.reference else None,
+    )
+
+
+class Learner:
+    """The programs of one stage: `learn` turns groups into updates.
+
+    num_groups, group_size: the most that one step learns from; max_prompt_length,
+    max_new_tokens: in tokens.
+    teacher: another model's base and parameters, of the same tokenizer.
+    plain_sampling: whether episodes are drawn from the policy as it is; see
+    `SamplingConfig.is_plain`.
+
+    Raises:
+      ValueError: the algorithm needs something that is missing, or something has no effect.
+    """
+
+    def __init__(
+        self,
+        base: Base,
+        config: LearningConfig,
+        *,
+        num_groups: int,
+        group_size: int,
+        max_prompt_length: int,
+        max_new_tokens: int,
+        teacher: tuple[Base, Any] | None = None,
+        plain_sampling: bool = False,
+    ):
+        check(
+            config.algorithm,
+            group_size=group_size,
+            reference=config.reference,
+            critic=config.critic is not None,
+            teacher=teacher is not None,
+            drawn_is_old=plain_sampling and not config.recompute_old_logprobs,
+        )
+        if config.minibatches > num_groups:
+            raise ValueError(
+                f"minibatches={config.minibatches} can't be cut from {num_groups} groups."
+            )
+        self.base, self._config, self._teacher = base, config, teacher
+        self._num_groups = num_groups
+        rows = config.rows
+        self._num_rows = rows.round_up(
+            packing.rows_needed(
+                num_groups=-(-num_groups // config.minibatches),
+                group_size=group_size,
+                prompt_length=max_prompt_length,
+                completion_length=max_new_tokens,
+                row_length=rows.length,
+                together=config.algorithm.together,
+            )
+        )
+        policy, state = language_model(base, rows), shapes(base, config)
+        self._update = jit_update(
+            policy, config.algorithm.loss, config.optimizer, rows, state.policy
+        )
+        self._logprobs = _jit_score(policy, rows)
+        if config.critic is not None:
+            critic = functools.partial(packed_values, config=base.model, mesh=base.mesh)
+            assert state.critic is not None
+            self._critic_update = jit_update(
+                critic, config.critic.loss_fn, config.critic.optimizer, rows, state.critic
+            )
+            self._values = _jit_score(critic, rows)
+        if teacher is not None:
+            self._teacher_logprobs = _jit_score(language_model(teacher[0], rows), rows)
+
+    def learn(
+        self, state: LearnerState, groups: Sequence[Sequence[Trajectory]]
+    ) -> tuple[LearnerState, Metrics]:
+        """The state after this step, and its metrics; the old state's memory is reused.
+
+        Without a group to learn from nothing changes, and `groups_learnt` is 0.
+        """
+        config = self._config
+        chosen = config.algorithm.chosen(groups)[: self._num_groups]
+        metrics: Metrics = {"groups_learnt": len(chosen)}
+        if not chosen:
+            return state, metrics
+        cuts = np.linspace(0, len(chosen), config.minibatches + 1).round().astype(int)
+        parts = [chosen[a:b] for a, b in itertools.pairwise(cuts) if b > a]
+        packed = [
+            pack_chosen(
+                part,
+                together=config.algorithm.together,
+                num_rows=self._num_rows,
+                row_length=config.rows.length,
+            )
+            for part in parts
+        ]
+        packed = [
+            dataclasses.replace(part, batch=on_mesh(self.base, part.batch))
+            for part in packed
+        ]
+        scores = self._scores(state, packed)
+        batches = [
+            on_mesh(self.base, batch) for batch in credited(config, parts, packed, scores)
+        ]
+        policy, critic = state.policy, state.critic
+        for number in range(config.epochs * len(batches)):
+            batch = batches[number % len(batches)]
+            policy, measured = self._update(policy, batch)
+            if number == 0:  # while the weights are still those that sampled
+                metrics["logprob_gap"] = float(measured["logprob_gap"])
+            del measured["logprob_gap"]
+            if critic is not None:
+                critic, of_critic = self._critic_update(critic, batch)
+                metrics |= {
+                    f"critic_{name}": float(of_critic[name])
+                    for name in ("loss", "gradient_norm", "value_error")
+                }
+        metrics |= host_metrics(measured)
+        return dataclasses.replace(state, policy=policy, critic=critic), metrics
+
+    def _scores(self, state: LearnerState, packed: Sequence[Packed]) -> "Scores":
+        config = self._config
+
+        def said(score, params: Any, field: str) -> Ragged:
+            arrays = [getattr(score(params, part.batch), field) for part in packed]
+            return [row for p, array in zip(packed, arrays) for row in p.gather(array)]
+
+        scores = Scores()
+        if config.reference:
+            scores.reference = said(self._logprobs, state.reference, "logprobs")
+        if config.recompute_old_logprobs:
+            scores.old = said(self._logprobs, state.params, "logprobs")
+        if state.critic is not None:
+            scores.values = said(self._values, state.critic.params, "values")
+        if self._teacher is not None:
+            scores.teacher = said(self._teacher_logprobs, self._teacher[1], "logprobs")
+        return scores
+
+
+@dataclasses.dataclass
+class Scores:
+    """What models say of each completion's tokens, [length] each; None without the model.
+
+    reference, teacher: logprobs; old: the policy's before the update, recomputed; values:
+    the critic's before the update.
+    """
+
+    reference: Ragged | None = None
+    old: Ragged | None = None
+    values: Ragged | None = None
+    teacher: Ragged | None = None
+
+
+def pack_chosen(
+    chosen: Sequence[Chosen], *, together: int, num_rows: int, row_length: int
+) -> Packed:
+    """The rows of what is learnt from; see `packing.pack`."""
+    groups = [
+        packing.Group(
+            prompt=episodes[0].prompt.tokens,
+            completions=[
+                packing.Completion(
+                    tokens=episode.tokens,
+                    mask=np.ones(len(episode.tokens), np.float32),
+                    logprobs=episode.logprobs,
+                    processed_logprobs=episode.processed_logprobs,
+                )
+                for episode in episodes
+            ],
+            together=together,
+        )
+        for episodes, _ in chosen
+    ]
+    return packing.pack(groups, num_rows=num_rows, row_length=row_length)
+
+
+def credited(
+    config: LearningConfig,
+    parts: Sequence[Sequence[Chosen]],
+    packed: Sequence[Packed],
+    scores: Scores,
+) -> list[Batch]:
+    """The packed batches, one for each part, with everything that losses may ask for.
+
+    Advantages look at all parts together, weights of tokens at their own part.
+    """
+    chosen = [group for part in parts for group in part]
+    trajectories = [episode for episodes, _ in chosen for episode in episodes]
+    masks = [np.ones(len(episode.tokens), bool) for episode in trajectories]
+    groups = np.repeat(np.arange(len(chosen)), [len(episodes) for episodes, _ in chosen])
+    episodes = Episodes(
+        rewards=np.concatenate([rewards for _, rewards in chosen]),
+        groups=groups,
+        masks=masks,
+        logprobs=[episode.logprobs for episode in trajectories],
+        token_rewards=[np.zeros(len(mask)) for mask in masks],
+        turns=[np.zeros(len(mask), int) for mask in masks],
+        values=scores.values,
+        teacher_logprobs=scores.teacher,
+    )
+    columns: dict[str, Ragged] = {
+        "advantages": config.algorithm.credit(episodes, scores.reference)
+    }
+    if scores.reference is not None:
+        columns["reference_logprobs"] = scores.reference
+    if scores.old is not None:
+        columns["old_logprobs"] = scores.old
+    if config.critic is not None and scores.values is not None:
+        errors = config.critic.advantage(episodes)
+        columns["old_values"] = scores.values
+        columns["returns"] = [v + error for v, error in zip(scores.values, errors)]
+    batches, first = [], 0
+    for part in packed:
+        own = slice(first, first + len(part.places))
+        first = own.stop
+        weights = config.algorithm.aggregation(masks[own], groups[own])
+        fields = {name: part.scatter(column[own]) for name, column in columns.items()}
+        fields["loss_weights"] = part.scatter(weights)
+        batches.append(dataclasses.replace(part.batch, **fields))
+    return batches
+
+
+def language_model(base: Base, rows: Rows) -> Model:
+    return functools.partial(
+        packed_logprobs,
+        config=base.model,
+        mesh=base.mesh,
+        logits_chunk=rows.logits_chunk,
+    )
+
+
+def jit_update(
+    model: Model,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    rows: Rows,
+    state: TrainState,
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    """The compiled update; `state` is donated, and keeps its layout, which these shapes
+    tell, so that the second call is the first one's program."""
+    update = make_update(model, loss_fn, optimizer, micro_batch_rows=rows.micro_batch)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    return jax.jit(update, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def _jit_score(model: Model, rows: Rows) -> Callable[[Any, Batch], Any]:
+    return jax.jit(make_score(model, micro_batch_rows=rows.micro_batch))
+
+
+def on_mesh(base: Base, arrays: Any) -> Any:
+    """Arrays of rows in their shards, and scalars everywhere."""
+    rows = mesh_lib.named_sharding(base.mesh, ("batch",))
+    everywhere = mesh_lib.named_sharding(base.mesh)
+    return jax.tree.map(
+        lambda x: jax.device_put(x, rows if np.ndim(x) else everywhere), arrays
+    )
+
+
+def host_metrics(metrics: dict[str, jax.Array]) -> Metrics:
+    """Scalars on the host; an expert load becomes one imbalance per layer."""
+    host = jax.device_get(metrics)
+    load = host.pop("expert_load", None)
+    values = {name: float(value) for name, value in host.items()}
+    if load is not None:
+        for layer, imbalance in enumerate(np.asarray(moe.load_imbalance(load))):
+            values[f"expert_imbalance_{layer}"] = float(imbalance)
+    return values
