@@ -1,15 +1,16 @@
 """From groups of trajectories to updates: choose, pack, score, credit, weigh, learn.
 
-    chosen -> packed rows -> scores of reference, teacher and critic -> advantages
-    -> weights of tokens -> updates of the policy, and of the critic
+    chosen -> packed rows -> scores of reference, teacher and critic -> credited batches
+    -> updates of the policy, and of the critic
 
-The arithmetic is in `rl`; here it gets its models, its programs and its rows.
+The arithmetic is in `rl`, the host's part in `credit`; here both get models and programs.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,15 +19,19 @@ import numpy as np
 import optax
 from flax import struct
 
+from jaxpt import credit
 from jaxpt import mesh as mesh_lib
 from jaxpt.base import Base
+from jaxpt.credit import Chosen, Plan, Scores
 from jaxpt.data import packing
+from jaxpt.data.mixture import Course
 from jaxpt.data.packing import Packed
 from jaxpt.models import moe, value
 from jaxpt.models import params as params_lib
 from jaxpt.policy import packed_logprobs, packed_values
-from jaxpt.rl import advantages, losses
-from jaxpt.rl.advantages import AdvantageFn, Episodes, Ragged
+from jaxpt.rl import advantages, aggregation, losses
+from jaxpt.rl.advantages import AdvantageFn, Ragged
+from jaxpt.rl.aggregation import ShareFn
 from jaxpt.rl.algorithm import Algorithm
 from jaxpt.rl.check import check
 from jaxpt.rl.losses import LossFn
@@ -41,7 +46,6 @@ from jaxpt.rl.update import (
 from jaxpt.types import Batch, Trajectory
 
 Metrics = dict[str, Any]
-Chosen = tuple[Sequence[Trajectory], np.ndarray]  # a group's episodes, and their rewards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,7 @@ class CriticConfig:
 class LearningConfig:
     """An algorithm and what it learns with.
 
+    share: what each domain of a mixture counts in a batch's loss.
     epochs: updates on the same episodes; minibatches: parts that a batch's groups are cut
       into, an update for each.
     reference: whether the policy of the stage's start is kept, for a penalty or DPO.
@@ -89,6 +94,7 @@ class LearningConfig:
     algorithm: Algorithm
     optimizer: optax.GradientTransformation
     rows: Rows
+    share: ShareFn = aggregation.by_tokens
     epochs: int = 1
     minibatches: int = 1
     critic: CriticConfig | None = None
@@ -147,6 +153,7 @@ class Learner:
 
     num_groups, group_size: the most that one step learns from; max_prompt_length,
     max_new_tokens: in tokens.
+    courses: how each domain of a mixture is learnt; those without have the defaults.
     teacher: another model's base and parameters, of the same tokenizer.
     plain_sampling: whether episodes are drawn from the policy as it is; see
     `SamplingConfig.is_plain`.
@@ -164,11 +171,15 @@ class Learner:
         group_size: int,
         max_prompt_length: int,
         max_new_tokens: int,
+        courses: Mapping[str, Course] = MappingProxyType({}),
         teacher: tuple[Base, Any] | None = None,
         plain_sampling: bool = False,
     ):
+        self._plan = plan = Plan(
+            algorithm=config.algorithm, share=config.share, courses=courses
+        )
         check(
-            config.algorithm,
+            plan.algorithms,
             group_size=group_size,
             reference=config.reference,
             critic=config.critic is not None,
@@ -180,7 +191,7 @@ class Learner:
                 f"minibatches={config.minibatches} can't be cut from {num_groups} groups."
             )
         self.base, self._config, self._teacher = base, config, teacher
-        self._num_groups = num_groups
+        self._num_groups, self._group_size = num_groups, group_size
         rows = config.rows
         self._num_rows = rows.round_up(
             packing.rows_needed(
@@ -189,13 +200,12 @@ class Learner:
                 prompt_length=max_prompt_length,
                 completion_length=max_new_tokens,
                 row_length=rows.length,
-                together=config.algorithm.together,
+                together=max(a.together for a in plan.algorithms),
             )
         )
         policy, state = language_model(base, rows), shapes(base, config)
-        self._update = jit_update(
-            policy, config.algorithm.loss, config.optimizer, rows, state.policy
-        )
+        loss_fn = losses.by_loss_id(*(a.loss for a in plan.algorithms))
+        self._update = jit_update(policy, loss_fn, config.optimizer, rows, state.policy)
         self._logprobs = _jit_score(policy, rows)
         if config.critic is not None:
             critic = functools.partial(packed_values, config=base.model, mesh=base.mesh)
@@ -215,28 +225,30 @@ class Learner:
         Without a group to learn from nothing changes, and `groups_learnt` is 0.
         """
         config = self._config
-        chosen = config.algorithm.chosen(groups)[: self._num_groups]
+        chosen = self._fitting(credit.choose(self._plan, groups))
         metrics: Metrics = {"groups_learnt": len(chosen)}
         if not chosen:
             return state, metrics
         cuts = np.linspace(0, len(chosen), config.minibatches + 1).round().astype(int)
         parts = [chosen[a:b] for a, b in itertools.pairwise(cuts) if b > a]
         packed = [
-            pack_chosen(
-                part,
-                together=config.algorithm.together,
-                num_rows=self._num_rows,
-                row_length=config.rows.length,
+            credit.pack(
+                self._plan, part, num_rows=self._num_rows, row_length=config.rows.length
             )
             for part in parts
         ]
-        packed = [
-            dataclasses.replace(part, batch=on_mesh(self.base, part.batch))
-            for part in packed
-        ]
-        scores = self._scores(state, packed)
+        # Other models see the rows as they are; credit comes after what they say.
+        placed = [on_mesh(self.base, rows.batch) for rows in packed]
+        scores = self._scores(state, packed, placed)
         batches = [
-            on_mesh(self.base, batch) for batch in credited(config, parts, packed, scores)
+            on_mesh(self.base, batch)
+            for batch in credit.credited(
+                self._plan,
+                parts,
+                packed,
+                scores,
+                critic_advantage=config.critic.advantage if config.critic else None,
+            )
         ]
         policy, critic = state.policy, state.critic
         for number in range(config.epochs * len(batches)):
@@ -254,12 +266,29 @@ class Learner:
         metrics |= host_metrics(measured)
         return dataclasses.replace(state, policy=policy, critic=critic), metrics
 
-    def _scores(self, state: LearnerState, packed: Sequence[Packed]) -> "Scores":
+    def is_full(self, groups: Sequence[Sequence[Trajectory]]) -> bool:
+        """Whether one step can't learn from more than these."""
+        chosen = credit.choose(self._plan, groups)
+        return sum(map(self._places, chosen)) >= self._num_groups
+
+    def _fitting(self, chosen: list[Chosen]) -> list[Chosen]:
+        """The first of them that one step has room for."""
+        places = np.cumsum([self._places(group) for group in chosen])
+        return chosen[: int(np.searchsorted(places, self._num_groups, "right"))]
+
+    def _places(self, group: Chosen) -> int:
+        return -(-len(group.episodes) // self._group_size)
+
+    def _scores(
+        self, state: LearnerState, packed: Sequence[Packed], placed: Sequence[Batch]
+    ) -> Scores:
         config = self._config
 
         def said(score, params: Any, field: str) -> Ragged:
-            arrays = [getattr(score(params, part.batch), field) for part in packed]
-            return [row for p, array in zip(packed, arrays) for row in p.gather(array)]
+            arrays = [getattr(score(params, batch), field) for batch in placed]
+            return [
+                own for rows, array in zip(packed, arrays) for own in rows.gather(array)
+            ]
 
         scores = Scores()
         if config.reference:
@@ -271,89 +300,6 @@ class Learner:
         if self._teacher is not None:
             scores.teacher = said(self._teacher_logprobs, self._teacher[1], "logprobs")
         return scores
-
-
-@dataclasses.dataclass
-class Scores:
-    """What models say of each completion's tokens, [length] each; None without the model.
-
-    reference, teacher: logprobs; old: the policy's before the update, recomputed; values:
-    the critic's before the update.
-    """
-
-    reference: Ragged | None = None
-    old: Ragged | None = None
-    values: Ragged | None = None
-    teacher: Ragged | None = None
-
-
-def pack_chosen(
-    chosen: Sequence[Chosen], *, together: int, num_rows: int, row_length: int
-) -> Packed:
-    """The rows of what is learnt from; see `packing.pack`."""
-    groups = [
-        packing.Group(
-            prompt=episodes[0].prompt.tokens,
-            completions=[
-                packing.Completion(
-                    tokens=episode.tokens,
-                    mask=np.ones(len(episode.tokens), np.float32),
-                    logprobs=episode.logprobs,
-                    processed_logprobs=episode.processed_logprobs,
-                )
-                for episode in episodes
-            ],
-            together=together,
-        )
-        for episodes, _ in chosen
-    ]
-    return packing.pack(groups, num_rows=num_rows, row_length=row_length)
-
-
-def credited(
-    config: LearningConfig,
-    parts: Sequence[Sequence[Chosen]],
-    packed: Sequence[Packed],
-    scores: Scores,
-) -> list[Batch]:
-    """The packed batches, one for each part, with everything that losses may ask for.
-
-    Advantages look at all parts together, weights of tokens at their own part.
-    """
-    chosen = [group for part in parts for group in part]
-    trajectories = [episode for episodes, _ in chosen for episode in episodes]
-    masks = [np.ones(len(episode.tokens), bool) for episode in trajectories]
-    groups = np.repeat(np.arange(len(chosen)), [len(episodes) for episodes, _ in chosen])
-    episodes = Episodes(
-        rewards=np.concatenate([rewards for _, rewards in chosen]),
-        groups=groups,
-        masks=masks,
-        logprobs=[episode.logprobs for episode in trajectories],
-        token_rewards=[np.zeros(len(mask)) for mask in masks],
-        turns=[np.zeros(len(mask), int) for mask in masks],
-        values=scores.values,
-        teacher_logprobs=scores.teacher,
-    )
-    columns: dict[str, Ragged] = {
-        "advantages": config.algorithm.credit(episodes, scores.reference)
-    }
-    if scores.reference is not None:
-        columns["reference_logprobs"] = scores.reference
-    if scores.old is not None:
-        columns["old_logprobs"] = scores.old
-    if config.critic is not None and scores.values is not None:
-        errors = config.critic.advantage(episodes)
-        columns["old_values"] = scores.values
-        columns["returns"] = [v + error for v, error in zip(scores.values, errors)]
-    batches, first = [], 0
-    for part in packed:
-        own = slice(first, first + len(part.places))
-        first = own.stop
-        weights = config.algorithm.aggregation(masks[own], groups[own])
-        fields = {name: part.scatter(column[own]) for name, column in columns.items()}
-        fields["loss_weights"] = part.scatter(weights)
-        batches.append(dataclasses.replace(part.batch, **fields))
-    return batches
 
 
 def language_model(base: Base, rows: Rows) -> Model:

@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from jaxpt import metrics
 
-SUMMARY_FILE, PLOT_FILE = "summary.json", "reward.png"
+SUMMARY_FILE, PLOT_FILE, DOMAINS_FILE = "summary.json", "reward.png", "domains.png"
+_BINS = 24  # of steps, in the picture of domains
 
 
 def write_report(workdir: Path, progress: dict[str, Any]) -> dict[str, Any]:
@@ -40,6 +42,7 @@ def write_report(workdir: Path, progress: dict[str, Any]) -> dict[str, Any]:
     }
     (workdir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
     plot(workdir, workdir / PLOT_FILE)
+    plot_domains(workdir, workdir / DOMAINS_FILE)
     return summary
 
 
@@ -78,6 +81,57 @@ def plot(workdir: Path, path: Path) -> None:
     axes[1][1].set(title="Seconds per step", xlabel="update")
     axes[1][1].legend(loc="upper right")
     figure.savefig(path, dpi=110)
+
+
+def plot_domains(workdir: Path, path: Path) -> None:
+    """Reward and level of each domain over the steps; nothing for a run with one domain.
+
+    White: not drawn; in the picture of levels, crosses: in quarantine.
+    """
+    from matplotlib.figure import Figure
+
+    records = metrics.read(workdir, "reinforcement")
+    named = {key.split("/")[1] for r in records for key in r if key.startswith("domain/")}
+    if not named:
+        return
+    rewards = {name: _binned(records, f"domain/{name}/reward") for name in named}
+    last = {name: np.nanmean([*row[-_BINS // 3 :], -1.0]) for name, row in rewards.items()}
+    names = sorted(named, key=lambda name: (last[name], name))
+    figure = Figure(figsize=(13, 2 + 0.19 * len(names)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axis, title, rows, most in (
+        (left, "Reward", [rewards[name] for name in names], 1.0),
+        (
+            right,
+            "Level",
+            [_binned(records, f"domain/{name}/level") for name in names],
+            None,
+        ),
+    ):
+        extent = (0, len(records), -0.5, len(names) - 0.5)
+        image = axis.imshow(
+            rows, aspect="auto", origin="lower", extent=extent, vmin=0, vmax=most
+        )
+        axis.set(title=title, xlabel="update")
+        figure.colorbar(image, ax=axis)
+    left.set_yticks(range(len(names)), names, fontsize=7)
+    crosses = [
+        (step, place)
+        for step, record in enumerate(records)
+        for place, name in enumerate(names)
+        if record.get(f"domain/{name}/quarantined")
+    ]
+    right.scatter(*zip(*crosses) if crosses else ((), ()), marker="x", s=9, c="red")
+    figure.savefig(path, dpi=110)
+
+
+def _binned(records: list[dict[str, Any]], key: str) -> list[float]:
+    """Means of a figure over bins of steps; NaN where it was not measured."""
+    found = []
+    for part in np.array_split(np.arange(len(records)), min(_BINS, len(records))):
+        values = [records[i][key] for i in part if key in records[i]]
+        found.append(float(np.mean(values)) if values else math.nan)
+    return found
 
 
 def print_report(workdir: Path, summary: dict[str, Any]) -> None:

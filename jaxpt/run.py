@@ -14,6 +14,7 @@ import jax
 
 from jaxpt.base import Base
 from jaxpt.checkpoint import Checkpoints
+from jaxpt.data.mixture import fresh_draws
 from jaxpt.learner import LearnerState
 from jaxpt.metrics import RunLog
 from jaxpt.rollout.episodes import Sampler, timed
@@ -72,7 +73,7 @@ class Run:
     """A run as it goes on: what is fixed, and the state and progress that change.
 
     progress: `stage`, `step` (of the stage), `number` (of all stages, as in the logs),
-    `prompts` (drawn for reinforcement), the logs' lengths, and the figures that the summary
+    `draws` (see `mixture.Draws`), the logs' lengths, and the figures that the summary
     reports.
     """
 
@@ -156,7 +157,7 @@ def _fresh_progress(stage: str) -> dict[str, Any]:
         "stage": stage,
         "step": 0,
         "number": 0,
-        "prompts": 0,
+        "draws": fresh_draws(),
         "log": {},
         "seconds": {},
         "outcomes": {},

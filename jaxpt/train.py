@@ -7,10 +7,8 @@
 `run.Run`, and so is how it goes on after a stop.
 """
 
-import collections
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,12 +20,13 @@ from jax.sharding import Mesh
 
 from jaxpt import learner as learner_lib
 from jaxpt import mesh as mesh_lib
+from jaxpt import rounds
 from jaxpt.base import Base
 from jaxpt.checkpoint import Checkpoints
 from jaxpt.data import packing, worked_solutions
-from jaxpt.data.mixture import Mixture
+from jaxpt.data.mixture import Draws, Mixture
 from jaxpt.domains.domain import TRAIN
-from jaxpt.evaluate import EvaluationConfig, evaluate, passed
+from jaxpt.evaluate import EvaluationConfig, evaluate
 from jaxpt.learner import Learner, LearnerState, LearningConfig, Rows
 from jaxpt.mesh import MeshConfig
 from jaxpt.metrics import RunLog
@@ -40,7 +39,6 @@ from jaxpt.rollout.episodes import (
     MakePool,
     Pool,
     RolloutConfig,
-    Sampler,
     open_sampler,
     timed,
 )
@@ -242,7 +240,8 @@ def reinforcement_stage(
     on_first_step: Callable[[], None],
 ) -> None:
     """Each step samples, grades, credits, packs and updates."""
-    rollout = config.rollout
+    rollout, mixture = config.rollout, run.sampler.mixture
+    rounds.check_courses(mixture, rollout)
     learner = Learner(
         run.base,
         config.learning,
@@ -250,17 +249,30 @@ def reinforcement_stage(
         group_size=rollout.group_size,
         max_prompt_length=rollout.max_prompt_length,
         max_new_tokens=rollout.max_new_tokens,
+        courses=mixture.courses,
         teacher=_teacher(run, config, workdir),
         plain_sampling=rollout.sampling.is_plain,
     )
+    draws = Draws(mixture, run.progress["draws"], run.seed, config.first_task)
     with ProgressBar("reinforcement", total=config.steps, done=run.progress["step"]) as bar:
         for step in range(run.progress["step"], config.steps):
             clock: dict[str, float] = {}
-            groups = _sampled(run, config, clock, bar)
+            groups = rounds.sample(
+                run,
+                draws,
+                rollout,
+                max_rounds=config.max_rounds,
+                enough=learner.is_full,
+                clock=clock,
+                on_phase=bar.phase,
+            )
             bar.phase("learn")
             with timed(clock, "learn"):
                 run.state, metrics = learner.learn(run.state, groups)
-            metrics |= _episode_metrics(run.sampler, groups)
+            metrics |= rounds.figures(run.sampler, groups)
+            if len(mixture.courses) > 1:
+                metrics |= rounds.figures_by_domain(run.sampler, groups)
+                metrics |= draws.figures(step)
             _count(run, groups, clock, metrics.get("logprob_gap", 0.0))
             run.log.scalars(
                 run.progress["number"],
@@ -274,42 +286,6 @@ def reinforcement_stage(
                 on_first_step()
             bar.advance(step + 1, reward=metrics["reward"], passed=metrics["pass_rate"])
             run.end_step(last=step + 1 == config.steps)
-
-
-def _sampled(
-    run: Run, config: ReinforcementConfig, clock: dict[str, float], bar: ProgressBar
-) -> list[list[Trajectory]]:
-    """One round's groups, or those of as many as it takes to have enough to learn from."""
-    rollout, sampler, step = config.rollout, run.sampler, run.progress["step"]
-    algorithm = config.learning.algorithm
-    groups: list[list[Trajectory]] = []
-    for sampled in range(config.max_rounds):
-        bar.phase("sample")
-        first = config.first_task + run.progress["prompts"]
-        with timed(clock, "draw"):
-            prompts = [
-                sampler.mixture.draw(
-                    sampler.base.tokenizer,
-                    split=TRAIN,
-                    seed=run.seed,
-                    index=first + p,
-                    max_length=rollout.max_prompt_length,
-                )
-                for p in range(rollout.num_prompts)
-            ]
-        run.progress["prompts"] += rollout.num_prompts
-        groups += sampler.rollout(
-            run.state.params,
-            prompts,
-            run.key("sample", step * config.max_rounds + sampled),
-            rollout,
-            episode_id=f"{REINFORCEMENT}/{step}/{sampled}",
-            clock=clock,
-            on_sampled=functools.partial(bar.phase, "reward"),
-        )
-        if len(algorithm.chosen(groups)) >= rollout.num_prompts:
-            break
-    return groups
 
 
 def _teacher(run: Run, config: ReinforcementConfig, workdir: Path):
@@ -360,21 +336,6 @@ def heldout(run: Run, config: EvaluationConfig, rollout: RolloutConfig, when: st
             figures[f"{name}_tasks"] = rate.graded
             figures[f"{name}_ungraded"] = rate.ungraded
     run.progress["heldout"][when] = figures
-
-
-def _episode_metrics(sampler: Sampler, groups: list[list[Trajectory]]) -> dict[str, Any]:
-    """Of one step's episodes; means are over those that carry a reward."""
-    trajectories = [trajectory for group in groups for trajectory in group]
-    rewards = [t.outcome.reward.total for t in trajectories if t.outcome.reward]
-    results = [passed(sampler, t) for t in trajectories]
-    results = [result for result in results if result is not None]
-    kinds = collections.Counter(t.outcome.kind for t in trajectories)
-    return {
-        "reward": float(np.mean(rewards)) if rewards else 0.0,
-        "pass_rate": float(np.mean(results)) if results else 0.0,
-        "completion_tokens": float(np.mean([len(t.tokens) for t in trajectories])),
-        **{f"outcome_{kind}": count for kind, count in sorted(kinds.items())},
-    }
 
 
 def _count(

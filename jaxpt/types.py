@@ -26,6 +26,8 @@ class Prompt:
     domain: str
     tokens: tuple[int, ...]
     task: Any  # the domain's Task, which also holds the hidden tests
+    level: int = 0  # of difficulty
+    number: int = 0  # of the task in its domain's course
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

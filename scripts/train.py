@@ -43,6 +43,7 @@ def main() -> int:
 
     from jaxpt import configure
     from jaxpt import train as train_lib
+    from jaxpt.data.mixture import NothingToDraw
     from jaxpt.report import print_report
     from sandbox.backends.backend import SandboxUnavailable
 
@@ -60,7 +61,7 @@ def main() -> int:
             on_first_step=lambda: configure.save_operative(args.workdir),
         )
         print_report(args.workdir, summary)
-    except (ValueError, OSError, SandboxUnavailable) as error:
+    except (ValueError, OSError, SandboxUnavailable, NothingToDraw) as error:
         if os.environ.get("JAXPT_TRACEBACK"):
             raise
         # Gin adds where it was called from; the first line is what a user can act on.

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpt import learner
+from jaxpt import credit, learner
 from jaxpt.rl import advantages, aggregation, kl, losses, preference, shaping
 from jaxpt.rl.advantages import Episodes
 from jaxpt.rl.algorithm import Algorithm, best_and_worst, informative_groups
@@ -30,6 +30,10 @@ def algorithm(request):
     return request.param, learning(request.param, minibatches=1)
 
 
+def plan(config) -> credit.Plan:
+    return credit.Plan(algorithm=config.algorithm, share=config.share)
+
+
 def near(rng, logprobs, spread):
     """Other logprobs of the same tokens, some of them far enough away to be clipped."""
     return [np.minimum(x + rng.normal(0, spread, len(x)), -1e-3) for x in logprobs]
@@ -41,15 +45,13 @@ def test_loss_and_gradient_are_the_papers(algorithm, groups, seed):
     name, config = algorithm
     rng = np.random.default_rng(seed)
     groups = trajectories(groups, seed)
-    chosen = config.algorithm.chosen(groups)
+    chosen = credit.choose(plan(config), groups)
     oracle = ORACLES.get(name) or getattr(papers, name)
     if not chosen:
         for group in groups:
             assert len({t.outcome.reward.total for t in group if t.outcome.reward}) < 2
         return
-    packed = learner.pack_chosen(
-        chosen, together=config.algorithm.together, num_rows=16, row_length=ROW
-    )
+    packed = credit.pack(plan(config), chosen, num_rows=16, row_length=ROW)
     everything = [t for group in groups for t in group]
     sampled = [np.asarray(t.logprobs, np.float64) for t in everything]
     said = {
@@ -62,18 +64,24 @@ def test_loss_and_gradient_are_the_papers(algorithm, groups, seed):
     loss, gradients = oracle(_episodes(groups, said))
 
     index = {id(t): i for i, t in enumerate(everything)}
-    order = [index[id(t)] for episodes, _ in chosen for t in episodes]
+    order = [index[id(t)] for group in chosen for t in group.episodes]
 
     def ours(field):
         return [said[field][i].astype(np.float32) for i in order]
 
-    scores = learner.Scores(
+    scores = credit.Scores(
         reference=ours("reference") if config.reference else None,
         old=ours("old") if config.recompute_old_logprobs else None,
         values=ours("value") if config.critic else None,
         teacher=ours("teacher") if name == "distillation" else None,
     )
-    (batch,) = learner.credited(config, [chosen], [packed], scores)
+    (batch,) = credit.credited(
+        plan(config),
+        [chosen],
+        [packed],
+        scores,
+        critic_advantage=config.critic.advantage if config.critic else None,
+    )
 
     def total(logprobs):
         outputs = Outputs(logprobs=logprobs, entropy=jnp.zeros_like(logprobs))
@@ -255,9 +263,9 @@ def test_a_reward_model_compares_last_tokens():
         optimizer=None,
         rows=learner.Rows(length=ROW, micro_batch=1),
     )
-    chosen = config.algorithm.chosen(groups)
-    packed = learner.pack_chosen(chosen, together=2, num_rows=4, row_length=ROW)
-    (batch,) = learner.credited(config, [chosen], [packed], learner.Scores())
+    chosen = credit.choose(plan(config), groups)
+    packed = credit.pack(plan(config), chosen, num_rows=4, row_length=ROW)
+    (batch,) = credit.credited(plan(config), [chosen], [packed], credit.Scores())
     rng = np.random.default_rng(0)
     values = [rng.normal(size=n) for _, _, n in packed.places]
 
@@ -285,9 +293,9 @@ def test_a_critic_is_clipped_to_its_old_values():
     config = learning("ppo")
     assert config.critic is not None
     batch = dataclasses.replace(
-        learner.pack_chosen(
-            config.algorithm.chosen(trajectories([[("ok", 1.0)]], 0)),
-            together=1,
+        credit.pack(
+            plan(config),
+            credit.choose(plan(config), trajectories([[("ok", 1.0)]], 0)),
             num_rows=2,
             row_length=16,
         ).batch,
@@ -319,9 +327,9 @@ def test_overlong_punishment_counts_tokens():
 def test_losses_of_many_domains_keep_to_their_tokens():
     groups = trajectories([[("ok", 1.0), ("ok", 0.0)]], 1)
     config = learning("grpo")
-    chosen = config.algorithm.chosen(groups)
-    packed = learner.pack_chosen(chosen, together=1, num_rows=1, row_length=ROW)
-    (batch,) = learner.credited(config, [chosen], [packed], learner.Scores())
+    chosen = credit.choose(plan(config), groups)
+    packed = credit.pack(plan(config), chosen, num_rows=1, row_length=ROW)
+    (batch,) = credit.credited(plan(config), [chosen], [packed], credit.Scores())
     ids = packed.scatter([np.zeros(packed.places[0][2]), np.ones(packed.places[1][2])])
     batch = dataclasses.replace(batch, loss_ids=ids.astype(np.int32))
     outputs = Outputs(logprobs=batch.old_logprobs - 0.1, entropy=batch.old_logprobs)
@@ -366,4 +374,4 @@ def test_rewards_that_can_not_be_are_refused(value):
 
 def test_a_batch_without_a_group_to_learn_from_is_counted():
     groups = trajectories([[("infra_fail", None)] * 3, [("ok", 1.0)] * 2], 0)
-    assert learning("grpo").algorithm.chosen(groups) == []
+    assert credit.choose(plan(learning("grpo")), groups) == []

@@ -186,3 +186,19 @@ def test_no_computation_stands_still_after_all_are_done(one_device):
     jax.block_until_ready(samples)
     jax.effects_barrier()
     assert calls == []
+
+
+def test_each_prompt_has_its_own_limit(one_device):
+    config = CONFIGS["moe"]
+    params, whole = run(config, one_device)
+    limits = np.array([2, C, 1, C], np.int32)
+    _, cut = run(config, one_device, params=params, limits=limits)
+    for p, limit in enumerate(limits[:3]):
+        for g in range(G):
+            length = min(whole.lengths[p, g], limit)
+            assert cut.lengths[p, g] == length
+            np.testing.assert_array_equal(
+                cut.tokens[p, g, :length], whole.tokens[p, g, :length]
+            )
+            assert cut.finished[p, g] == (cut.tokens[p, g, length - 1] == EOS)
+    assert not cut.finished[2].all() and (whole.lengths[2] > 1).any()

@@ -16,12 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpt import learner
+from jaxpt import credit, learner
 from jaxpt.base import Base
 from jaxpt.checkpoint import Checkpoints
 from jaxpt.inference.engine import generate, pad_prompts
 from jaxpt.learner import CriticConfig, Learner, Rows
-from jaxpt.rl import losses
+from jaxpt.rl import aggregation, losses
+from jaxpt.rl.algorithm import Algorithm
 from jaxpt.rl.update import make_score
 from tests.conftest import VOCAB, init, make_mesh, model_config
 from tests.episodes import ALGORITHMS, GROUPS, MAX_NEW_TOKENS, learning, trajectories
@@ -56,6 +57,10 @@ class Case:
 
     name: str
     config: learner.LearningConfig
+
+    @property
+    def plan(self) -> credit.Plan:
+        return credit.Plan(algorithm=self.config.algorithm)
 
     @functools.cached_property
     def first(self) -> Learner:
@@ -122,12 +127,14 @@ def scorer():
 
 def sampled_logprobs(groups):
     """The episodes with the logprobs that the first policy gives their tokens."""
-    packed = learner.pack_chosen(
-        [(group, np.zeros(len(group))) for group in groups],
-        together=1,
-        num_rows=16,
-        row_length=44,
+    everything = credit.Plan(
+        algorithm=Algorithm(loss=losses.supervised, aggregation=aggregation.token_mean)
     )
+    chosen = [
+        credit.Chosen(domain="", episodes=group, rewards=np.zeros(len(group)))
+        for group in groups
+    ]
+    packed = credit.pack(everything, chosen, num_rows=16, row_length=44)
     logprobs = iter(packed.gather(scorer()(packed.batch)))
     return [
         [
@@ -225,20 +232,18 @@ def test_law_2_one_policy(case):
 @given(groups=GROUPS, seed=st.integers(0, 2**31))
 def test_law_3_tokens(case, groups, seed):
     """The tokens that were sampled are those that are learnt from, and nothing else is."""
-    chosen = case.config.algorithm.chosen(trajectories(groups, seed))
+    chosen = credit.choose(case.plan, trajectories(groups, seed))
     if not chosen:
         return
-    packed = learner.pack_chosen(
-        chosen, together=case.config.algorithm.together, num_rows=16, row_length=24
-    )
-    everything = [t for episodes, _ in chosen for t in episodes]
+    packed = credit.pack(case.plan, chosen, num_rows=16, row_length=24)
+    everything = [t for group in chosen for t in group.episodes]
     zeros = [np.zeros(len(t.tokens)) for t in everything]
-    scores = learner.Scores(
+    scores = credit.Scores(
         reference=zeros if case.config.reference else None,
         values=zeros if case.config.critic else None,
         teacher=zeros if case.name == "distillation" else None,
     )
-    (batch,) = learner.credited(case.config, [chosen], [packed], scores)
+    (batch,) = credit.credited(case.plan, [chosen], [packed], scores)
     for trajectory, tokens in zip(everything, packed.gather(batch.tokens), strict=True):
         np.testing.assert_array_equal(trajectory.tokens, tokens)
     inside = packed.scatter([np.ones(len(t.tokens)) for t in everything])

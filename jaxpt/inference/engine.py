@@ -85,6 +85,7 @@ def generate(
     pad_id: int,
     top_k: int = 0,
     top_p: float = 1.0,
+    limits: jax.Array | None = None,
     on_finished: OnFinished | None = None,
 ) -> Samples:
     """Samples `group_size` completions of each prompt.
@@ -96,6 +97,8 @@ def generate(
       prompts: [P, S] right-padded; prompt_lengths: [P], at least 1. A row of length 0 is
         padding: its completions are empty and finished from the start.
       temperatures: [P], 0 for greedy; top_k, top_p: see `sampling.SamplingConfig`.
+      limits: [P], the most new tokens of each prompt's completions, at most
+        `max_new_tokens`, which it is by default.
       on_finished: see `OnFinished`.
     """
     P, S = prompts.shape
@@ -108,6 +111,7 @@ def generate(
     params = transformer.split_layers(params, config)
     rows = ("batch", None)
     real = prompt_lengths > 0
+    most = jnp.full(P, C, jnp.int32) if limits is None else limits
     unembedding = layers.unembedding(params)
 
     with jax.named_scope("prefill"):
@@ -154,7 +158,7 @@ def generate(
             lengths=samples.lengths + ~done,
             finished=samples.finished | ended,
         )
-        newly_done = ended | (~done & (step == C - 1))
+        newly_done = ended | (~done & (step == most[:, None] - 1))
         done = done | newly_done
         if on_finished is not None:
             on_finished(newly_done, samples.tokens, samples.lengths)

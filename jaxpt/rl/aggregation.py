@@ -4,7 +4,7 @@ A weight for every token, made on the host from the lengths of the whole batch. 
 only sums weighted losses, so no micro-batch, packing or mesh can change what they mean.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -48,3 +48,30 @@ def constant_length(
     completion may have: long sequences are neither spared nor punished (Dr. GRPO,
     arXiv:2503.20783)."""
     return [weights / length for weights in sequence_sum(masks, groups)]
+
+
+# (tokens learnt from, by domain; the domains' ratios in the mixture) -> each domain's share
+# of the loss; together 1.
+ShareFn = Callable[[Mapping[str, int], Mapping[str, float]], dict[str, float]]
+
+
+def by_tokens(tokens: Mapping[str, int], ratios: Mapping[str, float]) -> dict[str, float]:
+    """A domain counts by the tokens that are learnt from in it."""
+    del ratios
+    return _shares(tokens)
+
+
+def by_ratio(tokens: Mapping[str, int], ratios: Mapping[str, float]) -> dict[str, float]:
+    """A domain counts by its ratio in the mixture, however long its episodes are."""
+    return _shares({name: ratios[name] for name in tokens})
+
+
+def equal(tokens: Mapping[str, int], ratios: Mapping[str, float]) -> dict[str, float]:
+    """Every domain of the batch counts alike."""
+    del ratios
+    return _shares(dict.fromkeys(tokens, 1.0))
+
+
+def _shares(parts: Mapping[str, float]) -> dict[str, float]:
+    whole = sum(parts.values())
+    return {name: part / whole if whole else 0.0 for name, part in parts.items()}

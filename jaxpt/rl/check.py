@@ -19,7 +19,7 @@ _LENGTH = 4
 
 
 def check(
-    algorithm: Algorithm,
+    algorithms: Sequence[Algorithm],
     *,
     group_size: int,
     reference: bool,
@@ -29,13 +29,41 @@ def check(
 ) -> None:
     """reference, critic, teacher: whether the run is going to have one.
 
+    algorithms: all that it uses. group_size: of the smallest groups.
     drawn_is_old: whether the distribution drawn from is the policy that ratios are taken
     against, so that nothing needs correction.
 
     Raises:
       ValueError: an advantage that is 0 whatever the rewards are, something that is needed
-        and missing, or something that nothing uses.
+        and missing, or something that no algorithm uses.
     """
+    present = {"reference": reference, "critic": critic, "teacher": teacher}
+    used: set[str] = set()
+    for algorithm in algorithms:
+        used |= _used(algorithm, group_size, present, drawn_is_old)
+    names = " and ".join(dict.fromkeys(_name(a.advantage) for a in algorithms))
+    loss_names = " and ".join(dict.fromkeys(_name(a.loss) for a in algorithms))
+    if critic and "critic" not in used:
+        raise ValueError(
+            f"The critic has no effect under {names}, which does not use its values. "
+            "Leave it out, or take advantages.generalized."
+        )
+    if teacher and "teacher" not in used:
+        raise ValueError(
+            f"The teacher has no effect under {names}, which does not use its logprobs. "
+            "Leave it out, or take advantages.distillation."
+        )
+    if reference and "reference" not in used:
+        raise ValueError(
+            f"The reference policy has no effect: the loss {loss_names} has no penalty, "
+            "and there is none in the reward. Leave it out, or set one."
+        )
+
+
+def _used(
+    algorithm: Algorithm, group_size: int, present: dict[str, bool], drawn_is_old: bool
+) -> set[str]:
+    """Which of what is present the algorithm uses; see `check` for the errors."""
     rng = np.random.default_rng(0)
     number = 2 * group_size
     logprobs, values, teachers, references = (
@@ -48,20 +76,20 @@ def check(
         logprobs=logprobs,
         token_rewards=[np.zeros(_LENGTH)] * number,
         turns=[np.zeros(_LENGTH, int)] * number,
-        values=values if critic else None,
-        teacher_logprobs=teachers if teacher else None,
+        values=values if present["critic"] else None,
+        teacher_logprobs=teachers if present["teacher"] else None,
     )
     batch = _batch(rng)
-    if reference:
+    if present["reference"]:
         batch = dataclasses.replace(batch, reference_logprobs=batch.processed_logprobs)
 
     def credit(**changes: Any) -> np.ndarray:
         tried = dataclasses.replace(episodes, **changes)
-        return flat(algorithm.credit(tried, references if reference else None))
+        return flat(algorithm.credit(tried, references if present["reference"] else None))
 
     def loss(batch: Batch) -> np.ndarray:
-        rewards = -jnp.abs(batch.sampler_logprobs + 0.1)
-        return np.asarray(algorithm.loss(Outputs(rewards, rewards, rewards), batch)[0])
+        said = -jnp.abs(batch.sampler_logprobs + 0.1)
+        return np.asarray(algorithm.loss(Outputs(said, said, said), batch)[0])
 
     def changed(**changes: Any) -> Batch:
         return dataclasses.replace(batch, **changes)
@@ -88,23 +116,18 @@ def check(
                 "from the plain distribution (temperature 1, no top-k, no top-p), which is "
                 "the old policy. Leave it out, or set recompute_old_logprobs=True."
             )
-    if critic and np.array_equal(found, credit(values=_doubled(values))):
-        raise ValueError(
-            f"The critic has no effect under {advantage}, which does not use its values. "
-            "Leave it out, or take advantages.generalized."
-        )
-    if teacher and np.array_equal(found, credit(teacher_logprobs=_doubled(teachers))):
-        raise ValueError(
-            f"The teacher has no effect under {advantage}, which does not use its "
-            "logprobs. Leave it out, or take advantages.distillation."
-        )
-    if reference and algorithm.reward_penalty is None:
-        moved = changed(reference_logprobs=batch.processed_logprobs * 2)
-        if np.array_equal(losses, loss(moved)):
-            raise ValueError(
-                f"The reference policy has no effect: the loss {_name(algorithm.loss)} has "
-                "no penalty, and there is none in the reward. Leave it out, or set one."
-            )
+    used = set()
+    if present["critic"] and not np.array_equal(found, credit(values=_doubled(values))):
+        used.add("critic")
+    if present["teacher"] and not np.array_equal(
+        found, credit(teacher_logprobs=_doubled(teachers))
+    ):
+        used.add("teacher")
+    if present["reference"]:
+        moved = loss(changed(reference_logprobs=batch.processed_logprobs * 2))
+        if algorithm.reward_penalty is not None or not np.array_equal(losses, moved):
+            used.add("reference")
+    return used
 
 
 def _batch(rng: np.random.Generator) -> Batch:

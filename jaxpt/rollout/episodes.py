@@ -81,10 +81,12 @@ class Sampler:
         *,
         episode_id: str,
         clock: Clock,
+        limits: Sequence[int] = (),
         on_sampled: Callable[[], None] = lambda: None,
     ) -> list[list[Trajectory]]:
         """The trajectories of each prompt's group, in order; the key is consumed.
 
+        limits: the most new tokens of each prompt's completions; by default the config's.
         episode_id: with the row's number it names each sandbox job, so it must be new.
         clock: gets the seconds of `sample` and of `reward` (waiting after sampling).
         """
@@ -96,6 +98,8 @@ class Sampler:
             pad_id=self.base.tokenizer.pad_id,
         )
         temperatures = np.full(config.num_prompts, config.sampling.temperature, np.float32)
+        most = np.full(config.num_prompts, config.max_new_tokens, np.int32)
+        most[: len(limits)] = limits
 
         def submit(row: int, tokens: np.ndarray):
             return self._submit(prompts[row // G], tokens, f"{episode_id}/{row}")
@@ -118,6 +122,7 @@ class Sampler:
                 max_new_tokens=config.max_new_tokens,
                 eos_id=self.base.tokenizer.eos_id,
                 pad_id=self.base.tokenizer.pad_id,
+                limits=jax.device_put(most, sharding),
                 on_finished=self.queue.on_finished,
             )
             samples = jax.device_get(samples)
