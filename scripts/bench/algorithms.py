@@ -123,7 +123,7 @@ def main() -> None:
     if options.plot:
         plot(options.plot, curves)
     if options.markdown:
-        write_section(options.markdown, "scripts/bench/algorithms.py", text)
+        write_section(options.markdown, "algorithms.py", text)
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ def main() -> None:
     if options.plot:
         plot(options.plot, found)
     if options.markdown:
-        write_section(options.markdown, "scripts/bench/incident.py", text)
+        write_section(options.markdown, "incident.py", text)
     ours = [of["bias"] for name, of in results.items() if name.endswith("ours")]
     naive = [of["bias"] for name, of in results.items() if name.endswith("naive")]
     sys.exit(0 if max(ours) < 2.0 < 5.0 < min(naive) else 1)
