@@ -98,15 +98,15 @@ def check_courses(mixture: Mixture, rollout: RolloutConfig) -> None:
 
 
 def figures(sampler: Sampler, groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
-    """Of one step's episodes; means are over those that carry a reward."""
+    """Of one step's episodes; means are over those that carry a reward, if any does."""
     trajectories = [trajectory for group in groups for trajectory in group]
     rewards = [t.outcome.reward.total for t in trajectories if t.outcome.reward]
     results = [passed(sampler, t) for t in trajectories]
     results = [result for result in results if result is not None]
     kinds = collections.Counter(t.outcome.kind for t in trajectories)
     return {
-        "reward": float(np.mean(rewards)) if rewards else 0.0,
-        "pass_rate": float(np.mean(results)) if results else 0.0,
+        **({"reward": float(np.mean(rewards))} if rewards else {}),
+        **({"pass_rate": float(np.mean(results))} if results else {}),
         "completion_tokens": float(np.mean([len(t.tokens) for t in trajectories])),
         **{f"outcome_{kind}": count for kind, count in sorted(kinds.items())},
     }

@@ -284,7 +284,8 @@ def reinforcement_stage(
             )
             if step == 0:
                 on_first_step()
-            bar.advance(step + 1, reward=metrics["reward"], passed=metrics["pass_rate"])
+            shown = {"reward": metrics.get("reward"), "passed": metrics.get("pass_rate")}
+            bar.advance(step + 1, **{k: v for k, v in shown.items() if v is not None})
             run.end_step(last=step + 1 == config.steps)
 
 

@@ -365,3 +365,17 @@ def test_groups_larger_than_the_runs_take_several_places():
     ):
         with pytest.raises(ValueError, match=message):
             rounds.check_courses(Mixture(domains=(course,)), rollout)
+
+
+def test_what_failed_has_no_reward_in_the_figures_either():
+    made = trajectories(
+        [[("infra_fail", None)] * 2, [("ok", 1.0), ("grader_fail", None)]], 0
+    )
+    sampler = types.SimpleNamespace(
+        mixture=types.SimpleNamespace(domain=lambda name: Numbers("made up"))
+    )
+    failed = rounds.figures(sampler, made[:1])
+    assert "reward" not in failed and "pass_rate" not in failed
+    assert failed["outcome_infra_fail"] == 2
+    both = rounds.figures(sampler, made)
+    assert both["reward"] == 1.0 and both["pass_rate"] == 0.0

@@ -58,7 +58,7 @@ def begin(workdir: Path, warm: Path) -> None:
 
 def rewards(workdir: Path) -> list[float]:
     records = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return [r["reward"] for r in records if r["stage"] == "reinforcement"]
+    return [r["reward"] for r in records if "reward" in r]
 
 
 def plot(path: Path, curves: dict[str, list[list[float]]]) -> None:
