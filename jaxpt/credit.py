@@ -69,12 +69,13 @@ class Scores:
 
 def choose(plan: Plan, groups: Sequence[Sequence[Trajectory]]) -> list[Chosen]:
     """The groups that are learnt from, in their order."""
-    return [
-        Chosen(domain=group[0].prompt.domain, episodes=episodes, rewards=rewards)
-        for group in groups
-        if group
-        for episodes, rewards in plan.of(group[0].prompt.domain).chosen([group])
-    ]
+    found = []
+    for group in groups:
+        domain = group[0].prompt.domain
+        episodes, rewards = plan.of(domain).chosen(group)
+        if episodes:
+            found.append(Chosen(domain=domain, episodes=episodes, rewards=rewards))
+    return found
 
 
 def pack(plan: Plan, chosen: Sequence[Chosen], *, num_rows: int, row_length: int) -> Packed:

@@ -222,7 +222,9 @@ class Learner:
     ) -> tuple[LearnerState, Metrics]:
         """The state after this step, and its metrics; the old state's memory is reused.
 
-        Without a group to learn from nothing changes, and `groups_learnt` is 0.
+        Of several updates the metrics are the last one's, but for `logprob_gap`, the
+        first one's. Without a group to learn from nothing changes, and `groups_learnt` is
+        0.
         """
         config = self._config
         chosen = self._fitting(credit.choose(self._plan, groups))
@@ -237,9 +239,11 @@ class Learner:
             )
             for part in parts
         ]
-        # Other models see the rows as they are; credit comes after what they say.
-        placed = [on_mesh(self.base, rows.batch) for rows in packed]
-        scores = self._scores(state, packed, placed)
+        packed = [
+            dataclasses.replace(rows, batch=on_mesh(self.base, rows.batch))
+            for rows in packed
+        ]
+        scores = self._scores(state, packed)
         batches = [
             on_mesh(self.base, batch)
             for batch in credit.credited(
@@ -259,10 +263,8 @@ class Learner:
             del measured["logprob_gap"]
             if critic is not None:
                 critic, of_critic = self._critic_update(critic, batch)
-                metrics |= {
-                    f"critic_{name}": float(of_critic[name])
-                    for name in ("loss", "gradient_norm", "value_error")
-                }
+                del of_critic["logprob_gap"]
+                metrics |= {f"critic_{k}": v for k, v in host_metrics(of_critic).items()}
         metrics |= host_metrics(measured)
         return dataclasses.replace(state, policy=policy, critic=critic), metrics
 
@@ -279,13 +281,12 @@ class Learner:
     def _places(self, group: Chosen) -> int:
         return -(-len(group.episodes) // self._group_size)
 
-    def _scores(
-        self, state: LearnerState, packed: Sequence[Packed], placed: Sequence[Batch]
-    ) -> Scores:
+    def _scores(self, state: LearnerState, packed: Sequence[Packed]) -> Scores:
+        """What other models, and the policy itself, say of the rows as they are."""
         config = self._config
 
         def said(score, params: Any, field: str) -> Ragged:
-            arrays = [getattr(score(params, batch), field) for batch in placed]
+            arrays = [getattr(score(params, rows.batch), field) for rows in packed]
             return [
                 own for rows, array in zip(packed, arrays) for own in rows.gather(array)
             ]

@@ -49,14 +49,6 @@ def packed_values(
     return _valued(_predicting(hidden, batch), params, batch), counts
 
 
-def packed_scores(
-    params: Any, batch: Batch, *, config: ModelConfig, mesh: Mesh
-) -> tuple[Outputs, Counts]:
-    """A reward model's score of each completion up to and with each of its tokens."""
-    hidden, counts = _hidden(params, batch, config, mesh)
-    return _valued(hidden, params, batch), counts
-
-
 def _hidden(
     params: Any, batch: Batch, config: ModelConfig, mesh: Mesh
 ) -> tuple[jax.Array, Counts]:

@@ -6,6 +6,7 @@ state of plain JSON that checkpoints hold.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -81,15 +82,13 @@ class Mixture:
         names = [domain.name for domain in self.domains]
         if len(set(names)) != len(names):
             raise ValueError(f"Mixture.domains {names} must have different names.")
-        # Looked up for every episode; a frozen dataclass has no other way to keep it.
-        by_name = {
+
+    @functools.cached_property
+    def courses(self) -> Mapping[str, Course]:
+        """All of them, by their domain's name."""
+        return {
             d.name: d if isinstance(d, Course) else Course(domain=d) for d in self.domains
         }
-        object.__setattr__(self, "_courses", by_name)
-
-    @property
-    def courses(self) -> Mapping[str, Course]:
-        return self._courses  # type: ignore[attr-defined]
 
     def domain(self, name: str) -> Domain:
         return self.courses[name].domain

@@ -18,36 +18,30 @@ from jaxpt.rl.kl import Penalty
 from jaxpt.rl.losses import LossFn
 from jaxpt.types import REWARDED, Trajectory
 
-Groups = Sequence[Sequence[Trajectory]]
+# (rewards [n] of a group's episodes) -> the numbers of those to learn from, in order; none
+# to leave the group out. Episodes that carry no reward are not among them.
+SelectFn = Callable[[np.ndarray], list[int]]
 
 
-def every_episode(groups: Groups, rewards: Sequence[np.ndarray]) -> list[list[int]]:
-    """All that carry a reward; an algorithm for which a group is just its episodes."""
-    del rewards
-    return [list(range(len(group))) for group in groups]
+def every_episode(rewards: np.ndarray) -> list[int]:
+    """All of them; for algorithms to which a group is just its episodes."""
+    return list(range(len(rewards)))
 
 
-def informative_groups(groups: Groups, rewards: Sequence[np.ndarray]) -> list[list[int]]:
-    """Groups whose rewards differ; the others carry no gradient (DAPO's dynamic sampling,
-    arXiv:2503.14476, section 3.2; `RolloutConfig.max_rounds` refills)."""
-    return [
-        list(range(len(group))) if np.ptp([*earned, *earned[:1]] or [0.0]) > 1e-9 else []
-        for group, earned in zip(groups, rewards)
-    ]
+def informative_groups(rewards: np.ndarray) -> list[int]:
+    """All if their rewards differ, else none: such a group carries no gradient (DAPO's
+    dynamic sampling, arXiv:2503.14476, section 3.2; with
+    `ReinforcementConfig.max_rounds` it refills)."""
+    return every_episode(rewards) if _differ(rewards) else []
 
 
-def best_and_worst(groups: Groups, rewards: Sequence[np.ndarray]) -> list[list[int]]:
-    """Of each group whose rewards differ a pair, the better first; the first of equals."""
-    chosen = []
-    for earned in rewards:
-        pair = [int(np.argmax(earned)), int(np.argmin(earned))] if len(earned) else []
-        chosen.append(pair if pair and earned[pair[0]] > earned[pair[1]] else [])
-    return chosen
+def best_and_worst(rewards: np.ndarray) -> list[int]:
+    """A pair if rewards differ, the better first; of equals the first."""
+    return [int(np.argmax(rewards)), int(np.argmin(rewards))] if _differ(rewards) else []
 
 
-# (groups, without the episodes that carry no reward; their rewards) -> for each group, the
-# numbers of the episodes to learn from, in order; none to leave the group out.
-SelectFn = Callable[[Groups, Sequence[np.ndarray]], list[list[int]]]
+def _differ(rewards: np.ndarray) -> bool:
+    return len(rewards) > 1 and float(np.ptp(rewards)) > 1e-9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,23 +72,15 @@ class Algorithm:
                 "which is a constant. Leave it out."
             )
 
-    def chosen(self, groups: Groups) -> list[tuple[list[Trajectory], np.ndarray]]:
-        """What is learnt from: groups that are left, and the rewards of each, shaped.
+    def chosen(self, group: Sequence[Trajectory]) -> tuple[list[Trajectory], np.ndarray]:
+        """The episodes of a group that are learnt from, and their rewards, shaped.
 
-        Episodes whose outcome carries no reward are in none.
+        Those whose outcome carries no reward are not among them.
         """
-        rewarded = [
-            [episode for episode in group if episode.outcome.kind in REWARDED]
-            for group in groups
-        ]
-        rewards = [np.array([self._reward(e) for e in group]) for group in rewarded]
-        return [
-            ([group[i] for i in numbers], earned[numbers])
-            for group, earned, numbers in zip(
-                rewarded, rewards, self.select(rewarded, rewards), strict=True
-            )
-            if numbers
-        ]
+        rewarded = [episode for episode in group if episode.outcome.kind in REWARDED]
+        rewards = np.array([self._reward(episode) for episode in rewarded])
+        numbers = self.select(rewards)
+        return [rewarded[i] for i in numbers], rewards[numbers]
 
     def _reward(self, episode: Trajectory) -> float:
         assert episode.outcome.reward is not None

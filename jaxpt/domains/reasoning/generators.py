@@ -65,7 +65,7 @@ def every_generator(
             left_out.setdefault(why, []).append(name)
             continue
         domains.append(made)
-    logging.info(
+    logging.warning(  # not to be missed: what is left out is not learnt
         "%d generators of reasoning-gym; left out: %s",
         len(domains),
         "; ".join(f"{', '.join(names)}: {why}" for why, names in left_out.items()),
