@@ -66,8 +66,9 @@ def every_generator(
             continue
         domains.append(made)
     logging.warning(  # not to be missed: what is left out is not learnt
-        "%d generators of reasoning-gym; left out: %s",
+        "%d generators of reasoning-gym, %d levels in all; left out: %s",
         len(domains),
+        sum(domain.levels for domain in domains),
         "; ".join(f"{', '.join(names)}: {why}" for why, names in left_out.items()),
     )
     return tuple(domains)
